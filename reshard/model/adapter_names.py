@@ -14,6 +14,7 @@ from typing import Any
 from reshard.units import counted, some
 
 ROOT = "base_model.model."  # prefix of the adapted model in a PeftModel
+VERL = "lora_adapter"  # the folder of verl's copy of the adapter that its files of ranks have
 DEFAULT = "default"  # PEFT's name for an adapter without one
 SAVED_MODULE = "modules_to_save"
 TOKENS = "trainable_tokens_delta"

@@ -410,6 +410,37 @@ def test_a_merge_of_all_weights_says_how_to_have_the_adapter(saved, tmp_path):
     assert "Pass --adapter default to write one adapter for PeftModel.from_pretrained" in text
 
 
+def test_a_base_that_is_frozen_beside_its_adapter_stays_with_it(saved, peft_adapter, tmp_path):
+    """Verl's ranks have the base and the adapter, and ``lora_adapter`` a copy of the adapter.
+
+    FSDP and torch.optim list the trained parameters alone, so that nothing calls others frozen.
+    """
+    model = adapted()
+    trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    optimizer = torch.optim.AdamW(trained.values())
+    for value in trained.values():
+        value.grad = torch.ones_like(value)
+    optimizer.step()
+    run = saved(model, optimizer=optimizer.state_dict()).parent
+    (run / CONFIG).unlink()
+    shutil.copytree(peft_adapter, run / "lora_adapter")
+    report = reshard.merge(run, tmp_path / "out", adapter="default")
+    assert_same_directory(tmp_path / "out", peft_adapter)
+    assert any("lora_adapter is assumed to be a copy" in text for text in report.warnings)
+    model.base_model.model.config.save_pretrained(run)
+    report = reshard.merge(run, tmp_path / "whole")
+    assert report.load_line.startswith("reshard.open")  # transformers knows none of PEFT's names
+    for stage in (2, 3):
+        out = tmp_path / f"stage{stage}"
+        report = reshard.split(run, out, to="deepspeed", zero_stage=stage, world_size=2)
+        assert not any("frozen parameters are not in the source" in note for note in report.notes)
+        with reshard.open(out) as checkpoint:
+            assert all(
+                torch.equal(torch.as_tensor(checkpoint[name][...]), value)
+                for name, value in model.state_dict().items()
+            )
+
+
 def test_a_source_without_adapter_or_a_file_as_output_is_refused(saved, tmp_path):
     source = saved(adapted())
     with pytest.raises(

@@ -13,6 +13,7 @@ from reshard.commands.lines import LISTED, format_list, format_row
 from reshard.commands.output_report import OutputReport, WriteResult, describe_common, list_values
 from reshard.core.manifest import WEIGHT_KINDS, Manifest
 from reshard.engine.planning.planner import Plan
+from reshard.model import adapter_names
 from reshard.training.companion_files import is_of_diffusers
 from reshard.units import counted
 
@@ -165,6 +166,8 @@ def _describe_load(merge: Merge) -> str:
         return 'peft.PeftModel.from_pretrained(base, "{path}")'
     if merge.companions.config is None or merge.has_config_of_other_model:
         return 'reshard.open("{path}").state_dict()'
+    if adapter_names.find_parts(entry.fqn for entry, _ in merge.weights.tensors):
+        return 'reshard.open("{path}").state_dict()'  # transformers has none of PEFT's names
     if is_of_diffusers(merge.companions.config):
         return f'diffusers.{merge.companions.config["_class_name"]}.from_pretrained("{{path}}")'
     return f'{_name_class(merge)}.from_pretrained("{{path}}")'

@@ -28,7 +28,7 @@ from reshard.formats.pytorch.stages import (
     join_stages,
 )
 from reshard.model import ModelHint, ModelShapes
-from reshard.model.adapter_names import name_in_model
+from reshard.model.adapter_names import VERL, name_in_model
 from reshard.state_dict import assemble, sections
 from reshard.state_dict.global_tensor import GlobalTensor
 from reshard.state_dict.tree import ParsedTree
@@ -327,7 +327,9 @@ def _add_adapters(whole: ParsedTree, location: Location, warnings: list[str]) ->
         if path is None or _ADAPTER_CONFIG not in folder.files:
             continue
         if has_weights:
-            warnings.append(f"{name} is another adapter, which was not read")
+            is_copy = f"{name} is assumed to be a copy of the adapter, and is not read"
+            another = f"{name} is another adapter, which was not read"
+            warnings.append(is_copy if name == VERL else another)
             continue
         tree = _read_safetensors(folder, path)
         modules = _read_saved_modules(folder)

@@ -39,6 +39,7 @@ from reshard.model.adapter_names import (
     TOKENS,
     TRAINED,
     TRAINED_TOKENS,
+    VERL,
     AdapterPart,
     add_root,
     find_methods,
@@ -83,7 +84,8 @@ class AdapterConfig:
 def find(name: str, hf_dir: Path | None, near: Iterable[Path]) -> AdapterConfig | None:
     """Read the configuration in ``hf_dir``, else beside the checkpoint; None if there is none.
 
-    PEFT stores the configuration of an adapter with a name of its own in a folder of that name.
+    PEFT stores the configuration of an adapter with a name of its own in a folder of that name;
+    verl writes a copy of the adapter, with the configuration, into ``lora_adapter``.
 
     Raises:
         UsageError: ``hf_dir`` was given and has no configuration.
@@ -92,6 +94,7 @@ def find(name: str, hf_dir: Path | None, near: Iterable[Path]) -> AdapterConfig 
     """
     directories = [hf_dir] if hf_dir else list(near)
     folders = [each / name for each in directories if name != DEFAULT] + directories
+    folders += [each / VERL for each in directories]
     path = next((folder / FILE for folder in folders if (folder / FILE).is_file()), None)
     if path is None and hf_dir:
         raise UsageError(hf_dir, f"has no {FILE}", "pass the directory that has it as --hf-dir")

@@ -34,6 +34,7 @@ from reshard.training.state import (
 )
 
 _SECTIONS = {"bf16": BFLOAT16, "bfloat16": BFLOAT16, "fp16": FLOAT16}  # of DeepSpeed's config
+_ADAPTED = (".base_layer.weight", ".weight")  # of a module with LoRA; the second before PEFT 0.6
 _LISTED = 4
 
 
@@ -101,9 +102,10 @@ class OutputSpec:
 
         The source declares it, or it has LoRA matrices and no frozen weight that they adapt.
         """
-        manifest = self.state.manifest
-        adapts = any(".lora_" in weight.fqn for weight in self.state.weights)
-        return manifest.without_frozen or (adapts and not manifest.frozen)
+        held = {weight.fqn for weight in self.state.weights}
+        adapted = {fqn.partition(".lora_")[0] for fqn in held if ".lora_" in fqn}
+        names = (f"{module}{base}" for module in adapted for base in _ADAPTED)
+        return self.state.manifest.without_frozen or (bool(adapted) and held.isdisjoint(names))
 
     @property
     def clip(self) -> float | None:
