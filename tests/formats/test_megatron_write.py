@@ -229,6 +229,23 @@ def test_a_new_optimizer_updates_masters_of_weights_in_16_bits(tmp_path):
     assert not any(moment.any() for moment in moments)
 
 
+@pytest.mark.parametrize(
+    ("options", "noted"),
+    [
+        ({"adam": "torch", "distributed_optimizer": True}, "not even its own"),
+        ({"adam": "torch", "ckpt_format": "torch_dist"}, "before the first update"),
+        ({"adam": "torch"}, ""),
+        ({"adam": "fused", "ckpt_format": "torch_dist"}, ""),
+    ],
+)
+def test_states_of_torch_s_adam_that_megatron_does_not_load_are_noted(tmp_path, options, noted):
+    options = {"pp": 1, "vpp": 1, "dp": 1, "distributed_optimizer": False, **options}
+    report = reshard.split(DISTRIBUTED, tmp_path / "out", init_optimizer="zeros", **options)
+    notes = [note for note in report.notes if "torch's Adam" in note]
+    assert len(notes) == bool(noted)
+    assert all(noted in note for note in notes)
+
+
 def test_states_are_not_numbered_in_an_order_that_is_not_known(tmp_path):
     source = shutil.copytree(COUNTED, tmp_path / "source")
     one, two = (f"decoder.layers.0.{norm}_layernorm.weight" for norm in ("input", "pre_mlp"))

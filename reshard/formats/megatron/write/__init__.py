@@ -59,6 +59,7 @@ def _write_notes(choice: Resolved) -> list[str]:
         notes += describe_lost_setup(choice.state)
     notes += _describe_core(choice)
     notes += _describe_remainders(choice)
+    notes += _describe_torch_adam(choice)
     if choice.wanted.form == "torch" and not choice.wanted.rank_states.rng:
         notes.append("no random states: Megatron loads it with --no-load-rng")
     return notes
@@ -90,6 +91,28 @@ def _describe_remainders(choice: Resolved) -> Iterator[str]:
             "the precision-aware optimizer has whole fp32 masters: load it with"
             " store_param_remainders off (--no-store-param-remainders), or Transformer Engine"
             " refuses them"
+        )
+
+
+def _describe_torch_adam(choice: Resolved) -> Iterator[str]:
+    """Yield a note on states of torch's Adam that Megatron does not load, or cannot save again.
+
+    Source: Megatron-LM core_v0.19.2 ``core/optimizer/distrib_optimizer.py`` (``state_dict`` needs
+    the step before it loads one), ``core/optimizer/optimizer.py`` (``sharded_state_dict`` does not
+    save a step of 0). 0.16.1 has the same lines.
+    """
+    if not choice.groups.groups or any("step" in group.hyper for group in choice.groups.groups):
+        return
+    if choice.wanted.distributed:
+        yield (
+            "Megatron loads no distributed optimizer with torch's Adam, not even its own: install"
+            " apex or Transformer Engine and write --adam fused, or write"
+            " --no-distributed-optimizer"
+        )
+    elif choice.wanted.form == "torch_dist" and not any(m.step for m in choice.state.members):
+        yield (
+            "Megatron cannot load what it saves in torch_dist with torch's Adam before the first"
+            " update: train at least one step before the first save, or write --adam fused"
         )
 
 
