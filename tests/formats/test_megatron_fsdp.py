@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import json
 import shutil
+from argparse import Namespace
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
+import torch.distributed.checkpoint as dcp
 
 import reshard
 from reshard import formats
@@ -64,15 +67,48 @@ def test_megatron_s_other_formats_hold_the_same_state(run, tmp_path, form):
     assert manifest.train.config["use_megatron_fsdp"] is False
 
 
-def test_other_directories_of_dcp_are_not_taken_for_megatron_s(run, tmp_path):
+def test_a_directory_is_recognized_by_its_keys(run, tmp_path):
+    """Megatron's own keys are needed where the directory's name does not tell."""
     assert directory.is_fsdp(Location.from_paths([run / STEP]))
-    renamed = shutil.copytree(run / STEP, tmp_path / "step3")
-    assert not directory.is_fsdp(Location.from_paths([renamed]))
-    assert formats.read([renamed]).origin.format == "dcp"
-    plain = tmp_path / STEP
-    plain.mkdir()
-    (plain / ".metadata").write_bytes(b"model.weight")
-    assert not directory.is_fsdp(Location.from_paths([plain]))
+    renamed = shutil.copytree(run / STEP, tmp_path / "best")
+    assert formats.read([renamed]).origin.format == "megatron"
+    assert reshard.diff(run, renamed).same
+    for name, content in ((STEP, b"model.weight"), ("step3", b"model.module.weight")):
+        plain = tmp_path / name
+        plain.mkdir()
+        (plain / ".metadata").write_bytes(content)
+        assert not directory.is_fsdp(Location.from_paths([plain]))
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_the_parts_of_a_gated_delta_net_are_joined(tmp_path):
+    """Core 0.19 stores them apart (handle_gdn_in_state_dict), so that ranks cut each part."""
+    rows = {"query": 4, "key": 4, "value": 8, "z": 8, "beta": 2, "alpha": 2}
+    name = "decoder.layers.0.self_attention.in_proj.weight"
+    weights = {part: torch.rand(count, 8) for part, count in rows.items()}
+    moments = {part: torch.rand(count, 8) for part, count in rows.items()}
+    args = Namespace(tensor_model_parallel_size=2, num_layers=1)
+    state = {
+        "args": args,
+        "checkpoint_version": 3.0,
+        "iteration": 3,
+        "model": {f"module.{name}.{part}": weight for part, weight in weights.items()},
+        "optimizer": {
+            "state": {
+                f"module.module.{name}.{part}": {"exp_avg": moment, "step": torch.tensor(3.0)}
+                for part, moment in moments.items()
+            },
+            "param_to_group_meta": {f"module.{name}": {"lr": 0.01, "wd_mult": 1.0}},
+        },
+    }
+    dcp.save(state, checkpoint_id=tmp_path / "last", no_dist=True)
+    with reshard.open(tmp_path / "last") as checkpoint:
+        train = checkpoint.manifest.train
+        found = checkpoint[name][...], checkpoint.optimizer("exp_avg")[name][...]
+    expected = [torch.cat(list(parts.values())) for parts in (weights, moments)]
+    assert all(map(torch.equal, found, expected))
+    assert train.optimizer_step == {name: 3.0}
+    assert [group.fqns for group in train.param_groups] == [(name,)]
 
 
 def test_parts_that_tensor_parallel_ranks_cut_apart_are_refused(run):
@@ -82,5 +118,6 @@ def test_parts_that_tensor_parallel_ranks_cut_apart_are_refused(run):
     name = "decoder.layers.0.mixer.in_proj.weight"
     with pytest.raises(UnsupportedError, match="does not tell its parts from each other"):
         fsdp._refuse_several_pieces(location, [name], args, table)
+    fsdp._refuse_several_pieces(location, [f"{name}.z"], args, table)
     alone = replace(args, values={"tensor_model_parallel_size": 1})
     fsdp._refuse_several_pieces(location, [name], alone, table)

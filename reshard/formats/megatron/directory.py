@@ -14,6 +14,7 @@ _get_checkpoint_format), ``core/dist_checkpointing/core.py``.
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from math import lcm
 from pathlib import Path
@@ -43,6 +44,9 @@ _ITERATION = re.compile(r"iter_(\d{7,18})")
 FSDP_DTENSOR = "fsdp_dtensor"  # a form, see above
 _LISTED = 4
 _FSDP, _HEAD = b"model.module.", 1 << 16  # begin of a parameter's key, among the first bytes
+# Keys of the format in the pickle of .metadata, for a directory that has another name.
+_OWN_KEYS = (b"\x8c\x04args\x94", b"\x8c\x12checkpoint_version\x94")
+_BLOCK, _MAX_SEARCHED = 1 << 20, 1 << 26
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -85,12 +89,28 @@ def is_dist(location: Location) -> bool:
 def is_fsdp(location: Location) -> bool:
     """Return whether a directory has the format of Megatron FSDP, which is plain DCP."""
     files = location.files
-    if METADATA not in files or parse_iteration(location.name) is None or is_dist(location):
+    if METADATA not in files or is_dist(location):
         return False
-    # Only the names of its parameters tell it from DCP of other programs.
+    # Only the names of its parameters and values tell it from DCP of other programs.
     path = files[METADATA]
+    size = path.stat().st_size
     with SourceFiles() as pool:
-        return _FSDP in pool.read(str(path), 0, min(path.stat().st_size, _HEAD))
+        if _FSDP not in pool.read(str(path), 0, min(size, _HEAD)):
+            return False
+        is_named = parse_iteration(location.name) is not None
+        return is_named or _contains(pool, str(path), size, _OWN_KEYS)
+
+
+def _contains(pool: SourceFiles, path: str, size: int, words: Sequence[bytes]) -> bool:
+    """Return whether the first 64 MiB of a file contain all of these words."""
+    overlap = max(map(len, words)) - 1
+    missing = set(words)
+    for start in range(0, min(size, _MAX_SEARCHED), _BLOCK):
+        block = pool.read(path, start, min(_BLOCK + overlap, size - start))
+        missing = {word for word in missing if word not in block}
+        if not missing:
+            return True
+    return False
 
 
 def list_parts(location: Location) -> dict[str, Location]:

@@ -3,6 +3,7 @@
     args, iteration, opt_param_scheduler ...       what common.pt has in torch_dist
     model.module.<name>                            a parameter in fp32, uneven shards of a DTensor
     model.module.<name>_w, <name>_v                gate and up of a gated linear unit
+    model.module.<name>.query, <name>.key ...      parts of a gated delta net's fused projection
     optimizer.state.module.module.<name>.exp_avg   a slot
     optimizer.param_to_group_meta.module.<name>    the settings of its param group
 
@@ -10,7 +11,8 @@
 DTensor's mesh, so each parameter is whole, if ranks cut it in one piece.
 
 Sources: Megatron-LM core_v0.16.1 ``core/transformer/fsdp_dtensor_checkpoint.py``,
-``core/optimizer/distrib_optimizer.py`` (sharded_param_state_fsdp_dtensor); d98e8a6
+``core/optimizer/distrib_optimizer.py`` (sharded_param_state_fsdp_dtensor); core_v0.19.2
+``core/transformer/fsdp_dtensor_checkpoint.py`` (handle_gdn_in_state_dict); d98e8a6
 ``megatron/training/checkpointing.py`` (preprocess_fsdp_dtensor_state_dict).
 """
 
@@ -69,10 +71,11 @@ def read(location: Location, table: Table) -> Manifest:
     loaded = dcp.read(location)
     root = loaded.root
     args = arguments.parse(root.get("args"), str(location))
-    stored = dist.join_parts(_get_tensors(root.get("model")), table)
-    if not stored:
+    parts = _get_tensors(root.get("model"))
+    if not parts:
         raise CorruptError(location, "contains no model")
-    _refuse_several_pieces(location, stored, args, table)
+    _refuse_several_pieces(location, parts, args, table)
+    stored = dist.join_parts(parts, table)
     weights = [
         _make_entry(fqn, BUFFER if names.is_buffer(fqn) else PARAM, tensor)
         for fqn, tensor in stored.items()
@@ -167,7 +170,7 @@ def _read_optimizer(value: Any, fqns: Iterable[str], table: Table) -> ParsedOpti
     with SourceFiles() as pool:
         for fqn in fqns:
             meta = metas.get(fqn, {})
-            own = states.get(fqn) or states.get(fqn + dist.GATE) or {}
+            own = next((states[name] for name in _list_stored(fqn, table) if name in states), {})
             counters = (own.get(_STEP), meta.get(_STEP))
             step = next((read_counter(c, pool) for c in counters if c is not None), None)
             if step is not None:
@@ -177,6 +180,14 @@ def _read_optimizer(value: Any, fqns: Iterable[str], table: Table) -> ParsedOpti
                 groups.setdefault(repr(sorted(hyper.items())), (hyper, []))[1].append(fqn)
     result.groups = [ParamGroup(hyper, tuple(members)) for hyper, members in groups.values()]
     return result
+
+
+def _list_stored(fqn: str, table: Table) -> Iterator[str]:
+    """Yield the names under which a parameter, or its first part, may be stored."""
+    yield fqn
+    yield fqn + dist.GATE
+    rule = names.find_rule(table, fqn)
+    yield from (f"{fqn}.{part}" for part in (rule.rule.segments if rule else ()))
 
 
 def _list_items(values: Any) -> Iterator[tuple[Any, Mapping[str, Any]]]:
