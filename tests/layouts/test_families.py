@@ -98,7 +98,7 @@ def test_a_setting_that_a_family_does_not_know_is_refused_on_both_sides(gated):
     args |= {"softmax_type": "off-by-one", "attention_output_gate": False, "use_mup": True}
     assert family.find_mismatches(megatron_traits.parse_args(args, "args")) == [
         "an attention sink (softmax_type 'off-by-one')",
-        "residual connections scaled by depth (use_mup True)",
+        "embeddings, attention and logits scaled by width (use_mup True)",
         "attention_output_gate is False, not True",
     ]
 

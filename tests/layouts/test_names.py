@@ -83,6 +83,10 @@ MODELS = {  # -> its config, and what Megatron would be told of it
         transformers.GPT2Config(**OLD, n_embd=32, n_positions=32, n_inner=40),
         Gpt(4, 4, tanh=True, positions="learned", **PLAIN),
     ),
+    "gpt_bigcode": (
+        transformers.GPTBigCodeConfig(**OLD, n_embd=32, n_positions=32, n_inner=40),
+        Gpt(4, 1, tanh=True, positions="learned", **PLAIN),
+    ),
     "gpt_neox": (
         transformers.GPTNeoXConfig(**SIZES),
         Gpt(4, 4, rotary=0.25, parallel=True, **PLAIN),

@@ -138,7 +138,7 @@ def _find_period(row: list[Any]) -> int:
 def _shrink_heads(config: PreTrainedConfig, values: dict[str, Any]) -> None:
     heads, groups = config.num_attention_heads, values.get("num_key_value_heads")
     if groups is not None:
-        values["num_key_value_heads"] = _HEADS if groups == heads else _GROUPS
+        values["num_key_value_heads"] = {heads: _HEADS, 1: 1}.get(groups, _GROUPS)
     width = values.get("hidden_size", 0) // _HEADS
     if values.get("head_dim") is not None and config.head_dim * heads == config.hidden_size:
         values["head_dim"] = width
