@@ -409,6 +409,23 @@ def test_heads_beside_the_weights_are_named(model, tmp_path):
         assert warning == f"also contains other weights, which were not read: {others}"
 
 
+@pytest.mark.parametrize(
+    "name", ["trainer_state.pt", "training_state.pth", "optimizer_state.bin", "state.pt"]
+)
+def test_a_scripts_state_beside_safetensors_has_the_optimizer(name, tmp_path):
+    model = torch.nn.Linear(2, 3)
+    optimizer = torch.optim.AdamW(model.named_parameters())
+    model(torch.ones(1, 2)).sum().backward()
+    optimizer.step()
+    save_file(model.state_dict(), tmp_path / "model.safetensors")
+    torch.save({"optimizer": optimizer.state_dict(), "global_step": 7}, tmp_path / name)
+    with reshard.open(tmp_path) as checkpoint:
+        assert torch.equal(checkpoint["weight"][...], model.weight)
+        assert checkpoint.optimizer("exp_avg").keys() == {"weight", "bias"}
+        assert checkpoint.manifest.train.step == 7
+        assert not checkpoint.manifest.warnings
+
+
 def test_other_weights_beside_are_named(tmp_path):
     save_file({"a": torch.ones(2)}, tmp_path / "model.safetensors")
     torch.save({"a": torch.zeros(2)}, tmp_path / "pytorch_model.bin")

@@ -32,6 +32,7 @@ _RANK_FIRST = re.compile(rf"^(rank[-_]?\d+)[-_.](\w+)({_SUFFIX})$")
 _STRONG = re.compile(  # a directory with one of these is a training checkpoint, not only a model
     r"optim(izer)?(_\d+)?\.(bin|pt|pth)|scheduler(_\d+)?\.(bin|pt)|trainer_state\.json"
     r"|pytorch_model_fsdp(_\d+)?\.bin|random_states_\d+\.pkl|rng_state(_\d+)?\.pth|scaler\.pt"
+    r"|((optim(izer)?|train(er|ing)?)[-_])?states?(_\d+)?\.(bin|pth?)"  # of scripts
 )
 _HF_SHARD = re.compile(r"-\d+-of-(\d+)\.bin$")
 _ARGUMENTS = "training_args"
