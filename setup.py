@@ -16,7 +16,7 @@ setup(
         Extension(
             f"reshard.{package}.{name}",
             [f"reshard/{package.replace('.', '/')}/{name}.c"],
-            depends=["reshard/engine/move/values.h"],
+            depends=["reshard/engine/move/values.h", "reshard/system/reads.h"],
             # A product and a sum that are one operation are rounded once, to other bits.
             extra_compile_args=["-O3", "-fno-trapping-math", "-ffp-contract=off"],
             define_macros=[("Py_LIMITED_API", "0x030B0000")] if STABLE else [],
@@ -26,6 +26,7 @@ setup(
         for package, name in (
             ("engine.move", "_cast"),
             ("quantised", "_codes"),
+            ("system", "_reads"),
             ("tensors.averages", "_sums"),
         )
     ],

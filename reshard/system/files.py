@@ -133,11 +133,19 @@ class SourceFiles(OpenFiles):
         Raises:
             CorruptError, IncompleteError, ReshardError: as in `read_into`.
         """
-        if not (isinstance(path, Derived) or is_remote(path) or escaped.is_escaped(path)):
+        if _is_local(path):
             return super().read(path, byte_offset, nbytes)
         buffer = bytearray(nbytes)
         self.read_into(path, byte_offset, memoryview(buffer))
         return bytes(buffer)
+
+    def find_local(self, path: str) -> Descriptor | None:
+        """Return a descriptor of a file whose bytes are those of a local file, else None.
+
+        Raises:
+            IncompleteError, ReshardError: as in `OpenFiles.open`.
+        """
+        return self.open(path) if _is_local(path) else None
 
     def prefetch(self, ranges: Iterable[Range]) -> list[Range]:
         """Fetch ranges (file, byte offset, nbytes) that will be read next, many at a time.
@@ -179,6 +187,11 @@ class SourceFiles(OpenFiles):
 
             self._remote_files = RemoteFiles()
         return self._remote_files
+
+
+def _is_local(path: str) -> bool:
+    """Return whether the bytes are those of a local file: not computed, decoded or fetched."""
+    return not (isinstance(path, Derived) or is_remote(path) or escaped.is_escaped(path))
 
 
 _HAS_PREADV = hasattr(os, "preadv")

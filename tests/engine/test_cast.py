@@ -13,7 +13,11 @@ from reshard.core import dtypes
 from reshard.core.dtypes import BFLOAT16, FLOAT16, FLOAT32, FLOAT64
 from reshard.engine.move import compiled
 from reshard.engine.move.cast import cast, get_numpy_dtype
-from reshard.errors import UnsupportedError
+from reshard.engine.move.fill import Filler
+from reshard.engine.planning.copies import Copy
+from reshard.errors import CorruptError, UnsupportedError
+from reshard.system.checksum import crc32
+from reshard.system.files import SourceFiles
 from tests.support.compiled import build_module
 
 UNSIGNED = {2: "<u2", 4: "<u4", 8: "<u8"}
@@ -30,8 +34,9 @@ def built(tmp_path_factory):
 @pytest.fixture(params=["compiled", "numpy"], autouse=True)
 def module(request, monkeypatch):
     compiles = request.param == "compiled"
-    function = request.getfixturevalue("built").cast if compiles else None
-    monkeypatch.setattr(compiled, "_cast", function)
+    monkeypatch.setattr(
+        compiled, "_compiled", request.getfixturevalue("built") if compiles else None
+    )
 
 
 def torch_cast(bits, dtype, target_dtype):
@@ -267,7 +272,7 @@ def test_the_module_and_numpy_give_the_same_bits_and_counts(
     for clamp in (False, True):
         ours, counts = our_cast(bits, dtype, target_dtype, clamp=clamp)
         with monkeypatch.context() as patched:
-            patched.setattr(compiled, "_cast", None)
+            patched.setattr(compiled, "_compiled", None)
             wanted, wanted_counts = our_cast(bits, dtype, target_dtype, clamp=clamp)
         assert counts == wanted_counts
         assert (ours == wanted).all()
@@ -284,7 +289,7 @@ def test_finite_values_are_cast_alike_beside_a_special_one(special, built, monke
             values[random.integers(count)] = special
         ours, counts = our_cast(values.view("<u4"), FLOAT32, FLOAT16)
         with monkeypatch.context() as patched:
-            patched.setattr(compiled, "_cast", None)
+            patched.setattr(compiled, "_compiled", None)
             wanted, wanted_counts = our_cast(values.view("<u4"), FLOAT32, FLOAT16)
         assert counts == wanted_counts
         assert (ours == wanted).all()
@@ -303,3 +308,38 @@ def test_the_module_takes_any_length_and_address(built):
         built.cast("float32", "float16", bytes(8), bytearray(6))
     with pytest.raises(LookupError, match="from float64"):
         built.cast("float64", "float16", bytes(8), bytearray(2))
+
+
+def fill_runs(path, numel, *, clamp):
+    """Return the float16 values of two reads of a float32 file, and what the filler counted."""
+    copy = Copy("w", (numel,), str(path), 4, (4,), FLOAT32, 0, (2,), FLOAT16)
+    made = memoryview(bytearray(2 * numel))
+    half = numel // 2
+    with SourceFiles() as pool:
+        filler = Filler(pool, clamp=clamp, needs_checksum=lambda _file: True)
+        filler.fill_run(copy, 0, made[: 2 * half])
+        filler.fill_run(copy, half, made[2 * half :])
+        return bytes(made), filler.overflowed, filler.flushed, list(filler.take_reads())
+
+
+@pytest.mark.parametrize("clamp", [False, True])
+@pytest.mark.parametrize("numel", [7, compiled.PIECE_BYTES // 2, compiled.PIECE_BYTES + 3])
+def test_values_of_a_file_are_cast_and_checked_as_they_are_read(tmp_path, numel, clamp):
+    values = np.linspace(-1, 1, numel, dtype="<f4")
+    values[[1, -1]] = 1e6, 1e-9
+    data = b"head" + values.tobytes()
+    (tmp_path / "x").write_bytes(data)
+    with np.errstate(over="ignore"):
+        wanted = values.astype("<f2")
+    if clamp:
+        wanted[1] = MAX[FLOAT16]
+    made, overflowed, flushed, reads = fill_runs(tmp_path / "x", numel, clamp=clamp)
+    assert made == wanted.tobytes()
+    assert (overflowed["w"], flushed["w"]) == (
+        1,
+        1 + np.count_nonzero(values[:-1]) - np.count_nonzero(wanted[:-1]),
+    )
+    assert reads == [(str(tmp_path / "x"), 4, 4 * numel, crc32(data[4:]))]
+    (tmp_path / "x").write_bytes(data[:-1])
+    with pytest.raises(CorruptError, match="but the file ends after"):
+        fill_runs(tmp_path / "x", numel, clamp=clamp)

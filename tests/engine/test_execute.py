@@ -18,10 +18,12 @@ from reshard.engine.move import share
 from reshard.engine.move.execute import execute
 from reshard.engine.move.fill import Filler
 from reshard.engine.move.options import MoveOptions
+from reshard.engine.output import files as output_files
 from reshard.engine.planning.copies import Window
 from reshard.engine.planning.planner import Plan
 from reshard.errors import CorruptError, DifferentError, IncompleteError
-from reshard.system.files import SourceFiles
+from reshard.system.files import OpenFiles, SourceFiles
+from tests.support.compiled import build_module
 from tests.support.directories import read_files
 from tests.support.random_checkpoints import (
     expected,
@@ -120,10 +122,18 @@ class Faulty:
 PWRITE = os.pwrite
 
 
-@pytest.mark.parametrize("workers", [1, 3])
+@pytest.fixture(scope="module")
+def built(tmp_path_factory):
+    return build_module(tmp_path_factory, "reshard.system._reads")
+
+
+@pytest.mark.parametrize(("workers", "is_compiled"), [(1, True), (3, True), (3, False)])
 @pytest.mark.parametrize("read_bytes", [100, 4 << 20])
-def test_a_byte_that_was_not_kept_is_seen_at_once(tmp_path, monkeypatch, workers, read_bytes):
+def test_a_byte_that_was_not_kept_is_seen_at_once(
+    tmp_path, monkeypatch, built, workers, is_compiled, read_bytes
+):
     """Of headers, of runs, of what is woven together: of every write that there is."""
+    monkeypatch.setattr(output_files, "_reads", built if is_compiled else None)
     made = scene(tmp_path / "in", 7)
     skeleton = whole_target(made)
     options = {"window_bytes": 300, "workers": workers, "read_bytes": read_bytes}
@@ -137,6 +147,20 @@ def test_a_byte_that_was_not_kept_is_seen_at_once(tmp_path, monkeypatch, workers
         monkeypatch.setattr(os, "pwrite", faulty.pwrite)
         with pytest.raises(DifferentError, match="differ from what was written"):
             run(made, skeleton, tmp_path / f"out{number}", **options)
+
+
+def test_the_module_compares_any_length(tmp_path, built):
+    data = bytes(range(256)) * 3
+    (tmp_path / "x").write_bytes(b"head" + data)
+    with OpenFiles(os.O_RDONLY) as pool:
+        number = pool.open(str(tmp_path / "x")).number
+        for piece in (bytearray(1), bytearray(100), bytearray(1000)):
+            assert built.equals(number, 4, data, piece) is True
+            assert built.equals(number, 4, b"", piece) is True
+            assert built.equals(number, 4, data[:-1] + b"x", piece) is False
+            assert built.equals(number, 4, data + b"x", piece) is None
+            assert built.equals(-1, 4, data, piece) is None
+        assert built.equals(number, 4, data, bytearray()) is None
 
 
 def test_without_verify_nothing_is_read_back(tmp_path, monkeypatch):

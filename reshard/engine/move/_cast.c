@@ -1,11 +1,14 @@
-/* Casts of contiguous float32, float16 and bfloat16, with counts of overflow and underflow.
+/* Casts of contiguous float32, float16 and bfloat16 in memory, or as they are read from a file, with
+   counts of overflow and underflow.
 
    `reshard.engine.move.cast` describes the rounding and computes the same bits with numpy where this
    module was not compiled. The loops have no branches, so that the compiler vectorizes them. */
 
+#define _FILE_OFFSET_BITS 64
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
 
+#include "../../system/reads.h"
 #include "values.h"
 
 #if defined(__x86_64__) && defined(__GLIBC__) && defined(__GNUC__)
@@ -98,11 +101,13 @@ static Counts float32_to_float16(const char *source, char *target, Py_ssize_t co
     return float32_to_float16_by_bits(source, target, count);
 }
 
-static const struct {
+typedef struct {
     const char *source, *target;
-    int source_size, target_size;
+    Py_ssize_t source_size, target_size;
     Counts (*loop)(const char *, char *, Py_ssize_t);
-} CASTS[] = {
+} Cast;
+
+static const Cast CASTS[] = {
     {"float32", "bfloat16", 4, 2, float32_to_bfloat16},
     {"float32", "float16", 4, 2, float32_to_float16},
     {"bfloat16", "float16", 2, 2, bfloat16_to_float16},
@@ -111,44 +116,113 @@ static const struct {
     {"bfloat16", "float32", 2, 4, bfloat16_to_float32},
 };
 
+static const Cast *find_cast(const char *source_dtype, const char *target_dtype) {
+    for (size_t number = 0; number < sizeof CASTS / sizeof *CASTS; number++) {
+        const Cast *found = &CASTS[number];
+        if (!strcmp(found->source, source_dtype) && !strcmp(found->target, target_dtype)) return found;
+    }
+    PyErr_Format(PyExc_LookupError, "no loop from %s to %s", source_dtype, target_dtype);
+    return NULL;
+}
+
+typedef struct {
+    unsigned long long overflowed, flushed;
+} Sums;
+
+static void cast_values(const Cast *cast, const char *source, char *target, Py_ssize_t count, Sums *sums) {
+    for (Py_ssize_t start = 0; start < count; start += BLOCK) {
+        Counts counts = cast->loop(source + start * cast->source_size, target + start * cast->target_size,
+                                   count - start < BLOCK ? count - start : BLOCK);
+        sums->overflowed += counts.overflowed;
+        sums->flushed += counts.flushed;
+    }
+}
+
 /* cast(source_dtype, target_dtype, source, target) -> (overflowed, flushed) */
 static PyObject *cast(PyObject *module, PyObject *args) {
     const char *source_dtype, *target_dtype;
     Py_buffer source, target;
     if (!PyArg_ParseTuple(args, "ssy*w*", &source_dtype, &target_dtype, &source, &target)) return NULL;
-    unsigned long long overflowed = 0, flushed = 0;
     PyObject *result = NULL;
-    size_t number = 0, known = sizeof CASTS / sizeof *CASTS;
-    while (number < known && (strcmp(CASTS[number].source, source_dtype) ||
-                              strcmp(CASTS[number].target, target_dtype)))
-        number++;
-    if (number == known) {
-        PyErr_Format(PyExc_LookupError, "no loop from %s to %s", source_dtype, target_dtype);
-        goto done;
-    }
-    Py_ssize_t from = CASTS[number].source_size, to = CASTS[number].target_size;
-    Py_ssize_t count = source.len / from;
-    if (source.len != count * from || target.len != count * to) {
+    Sums sums = {0, 0};
+    const Cast *found = find_cast(source_dtype, target_dtype);
+    if (!found) goto done;
+    Py_ssize_t count = source.len / found->source_size;
+    if (source.len != count * found->source_size || target.len != count * found->target_size) {
         PyErr_Format(PyExc_ValueError, "%zd and %zd bytes are not as many elements", source.len, target.len);
         goto done;
     }
     Py_BEGIN_ALLOW_THREADS
-    for (Py_ssize_t start = 0; start < count; start += BLOCK) {
-        Counts counts = CASTS[number].loop((const char *)source.buf + start * from,
-                                           (char *)target.buf + start * to,
-                                           count - start < BLOCK ? count - start : BLOCK);
-        overflowed += counts.overflowed;
-        flushed += counts.flushed;
-    }
+    cast_values(found, source.buf, target.buf, count, &sums);
     Py_END_ALLOW_THREADS
-    result = Py_BuildValue("KK", overflowed, flushed);
+    result = Py_BuildValue("KK", sums.overflowed, sums.flushed);
 done:
     PyBuffer_Release(&source);
     PyBuffer_Release(&target);
     return result;
 }
 
-static PyMethodDef methods[] = {{"cast", cast, METH_VARARGS, NULL}, {NULL, NULL, 0, NULL}};
+/* Replace `crc` with the checksum that continues it with bytes; return whether Python could. */
+static int update_checksum(PyObject *checksum, const char *bytes, Py_ssize_t nbytes, PyObject **crc) {
+    PyObject *view = PyMemoryView_FromMemory((char *)bytes, nbytes, PyBUF_READ);
+    PyObject *next = view ? PyObject_CallFunctionObjArgs(checksum, view, *crc, NULL) : NULL;
+    Py_XDECREF(view);
+    if (!next) return 0;
+    Py_DECREF(*crc);
+    *crc = next;
+    return 1;
+}
+
+/* read(source_dtype, target_dtype, descriptor, byte_offset, target, piece, checksum, crc)
+       -> (overflowed, flushed, crc), or None if the file cannot be read up to there
+
+   Every piece is cast while the processor's cache has it. `checksum(bytes, crc)` continues the checksum
+   of the bytes that are read; it may be None. */
+static PyObject *read_values(PyObject *module, PyObject *args) {
+    const char *source_dtype, *target_dtype;
+    int descriptor;
+    long long offset;
+    Py_buffer target, piece;
+    PyObject *checksum, *crc, *result = NULL;
+    if (!PyArg_ParseTuple(args, "ssiLw*w*OO", &source_dtype, &target_dtype, &descriptor, &offset, &target,
+                          &piece, &checksum, &crc))
+        return NULL;
+    Py_INCREF(crc);
+    Sums sums = {0, 0};
+    const Cast *found = find_cast(source_dtype, target_dtype);
+    if (!found) goto done;
+    Py_ssize_t count = target.len / found->target_size, most = piece.len / found->source_size;
+    if (target.len != count * found->target_size || !most) {
+        PyErr_Format(PyExc_ValueError, "%zd and %zd bytes are not whole elements", target.len, piece.len);
+        goto done;
+    }
+    for (Py_ssize_t start = 0; start < count; start += most) {
+        Py_ssize_t values = count - start < most ? count - start : most;
+        Py_ssize_t nbytes = values * found->source_size, filled;
+        Py_BEGIN_ALLOW_THREADS
+        filled = read_at(descriptor, piece.buf, nbytes, offset + start * found->source_size);
+        if (filled == nbytes)
+            cast_values(found, piece.buf, (char *)target.buf + start * found->target_size, values, &sums);
+        Py_END_ALLOW_THREADS
+        if (filled != nbytes) {
+            result = Py_NewRef(Py_None);
+            goto done;
+        }
+        if (checksum != Py_None && !update_checksum(checksum, piece.buf, nbytes, &crc)) goto done;
+    }
+    result = Py_BuildValue("KKO", sums.overflowed, sums.flushed, crc);
+done:
+    Py_DECREF(crc);
+    PyBuffer_Release(&target);
+    PyBuffer_Release(&piece);
+    return result;
+}
+
+static PyMethodDef methods[] = {
+    {"cast", cast, METH_VARARGS, NULL},
+    {"read", read_values, METH_VARARGS, NULL},
+    {NULL, NULL, 0, NULL},
+};
 
 static struct PyModuleDef definition = {PyModuleDef_HEAD_INIT, "reshard.engine.move._cast", NULL, 0, methods,
                                         NULL, NULL, NULL, NULL};

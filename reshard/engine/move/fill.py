@@ -131,7 +131,7 @@ class Filler:
         if copy.is_plain:
             self.read_into(copy.file, offset, into)
             return
-        if self._fill_rounded(copy, offset, into):
+        if self._fill_rounded(copy, offset, into) or self._read_cast(copy, offset, into):
             return
         numel = len(into) // copy.target_dtype.itemsize
         raw = self._get_buffer(numel * copy.dtype.itemsize)
@@ -154,6 +154,30 @@ class Filler:
         if overflowed is None or (overflowed and self._clamp):
             return False
         self._count(copy.fqn, overflowed, 0)
+        return True
+
+    def _read_cast(self, copy: Copy, offset: int, into: memoryview) -> bool:
+        """Fill ``into`` from a local file, cast as it is read; return whether that was possible."""
+        if copy.factor != 1.0 or not compiled.can_cast(copy.dtype, copy.target_dtype):
+            return False
+        file = self._pool.find_local(copy.file)
+        if file is None:
+            return False
+        start, nbytes, crc = offset, 0, None
+        if self._needs_checksum(copy.file):
+            start, nbytes, crc = self._continue_checksum(copy.file, offset)
+        read = compiled.read(
+            *(file.number, offset, into, copy.dtype, copy.target_dtype),
+            piece=self._get_buffer(compiled.PIECE_BYTES),
+            crc=crc,
+        )
+        if read is None or (read[0] and self._clamp):
+            return False
+        overflowed, flushed, crc = read
+        self._count(copy.fqn, overflowed, flushed)
+        if crc is not None:
+            nbytes += len(into) // copy.target_dtype.itemsize * copy.dtype.itemsize
+            self._last = copy.file, start, nbytes, crc
         return True
 
     def read_shared(self, copies: Iterable[Copy]) -> None:
@@ -268,15 +292,18 @@ class Filler:
             file.computation.read_into(self._inner, offset, into)
             return
         self._pool.read_into(file, offset, into)
-        if not self._needs_checksum(file):
-            return
+        if self._needs_checksum(file):
+            start, nbytes, crc = self._continue_checksum(file, offset)
+            self._last = file, start, nbytes + len(into), crc32(into, crc)
+
+    def _continue_checksum(self, file: str, offset: int) -> tuple[int, int, int]:
+        """Return the range that one at an offset continues: its start, its size, its checksum."""
         if self._last is not None:
             before, start, nbytes, crc = self._last
             if before == file and start + nbytes == offset:
-                self._last = file, start, nbytes + len(into), crc32(into, crc)
-                return
+                return start, nbytes, crc
             self.flush_checksum()
-        self._last = file, offset, len(into), crc32(into)
+        return offset, 0, 0
 
 
 def _span(shape: Index, strides: Index) -> int:

@@ -8,8 +8,12 @@ from pathlib import Path
 from reshard.core.manifest import OutputFile
 from reshard.engine.output.local import build_disk_error
 from reshard.errors import DifferentError
+from reshard.system.compiled import find_compiled
 from reshard.system.files import Descriptor, OpenFiles
 
+_reads = find_compiled("reshard.system._reads")
+
+_PIECE_BYTES = 128 << 10  # the compiled module reads back so many at a time
 BLOCK_BYTES = 512 << 10  # small enough that a block stays in a core's cache until it is read back
 
 
@@ -82,6 +86,7 @@ class FileWriter:
         self._files = files
         self._back = bytearray(BLOCK_BYTES if verify else 0)
         self._whole = memoryview(self._back)
+        self._piece = self._whole[:_PIECE_BYTES]
 
     def write(self, name: str, byte_offset: int, data: memoryview) -> None:
         """Write bytes at an offset, block by block.
@@ -101,16 +106,23 @@ class FileWriter:
 
     def _check(self, file: Descriptor, byte_offset: int, block: memoryview) -> None:
         """Read a block back and compare it."""
-        nbytes = len(block)
-        # Two bytearrays are compared by one memcmp, two memoryviews byte by byte. Only a block that
-        # is not full needs a slice, which is a copy.
+        equal = _reads and _reads.equals(file.number, byte_offset, block, self._piece)
+        if equal is None:  # not compiled, or the file cannot be read, which this call explains
+            equal = self._read_back(file, byte_offset, len(block)) == block
+        if not equal:
+            raise _build_difference(
+                file.path, byte_offset, len(block), "the disk and its file system"
+            )
+
+    def _read_back(self, file: Descriptor, byte_offset: int, nbytes: int) -> bytearray:
+        """Return what the file holds, valid until the next call."""
+        # A bytearray and a buffer are compared by one memcmp, two memoryviews byte by byte. Only a
+        # block that is not full needs a slice, which is a copy.
         if nbytes == BLOCK_BYTES:
             file.read_into(byte_offset, self._whole)
-            stored = self._back
-        else:
-            file.read_into(byte_offset, self._whole[:nbytes])
-            stored = self._back[:nbytes]
-        check_read_back(file.path, byte_offset, block, stored, "the disk and its file system")
+            return self._back
+        file.read_into(byte_offset, self._whole[:nbytes])
+        return self._back[:nbytes]
 
 
 def check_read_back(
@@ -133,12 +145,17 @@ def check_read_back(
         DifferentError: they differ.
     """
     if stored != written:
-        raise DifferentError(
-            path,
-            f"bytes {byte_offset} to {byte_offset + len(written)} differ from what was written when"
-            " they are read back",
-            f"check {suspect}; the output was discarded",
-        )
+        raise _build_difference(path, byte_offset, len(written), suspect)
+
+
+def _build_difference(path: str, byte_offset: int, nbytes: int, suspect: str) -> DifferentError:
+    """Return the error to raise for bytes that differ when they are read back."""
+    return DifferentError(
+        path,
+        f"bytes {byte_offset} to {byte_offset + nbytes} differ from what was written when they are"
+        " read back",
+        f"check {suspect}; the output was discarded",
+    )
 
 
 def _write(file: Descriptor, byte_offset: int, data: memoryview) -> None:

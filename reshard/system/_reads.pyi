@@ -1,0 +1,3 @@
+from typing_extensions import Buffer
+
+def equals(descriptor: int, byte_offset: int, data: Buffer, piece: Buffer, /) -> bool | None: ...
