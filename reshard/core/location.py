@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import re
 from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from functools import cached_property
 from itertools import islice
@@ -26,6 +27,7 @@ _PARTS = (
     *(".swp", ".index.json", "latest", "latest_universal"),
 )
 _COMPARED = 1 << 20  # bytes at a time
+_HUB_PAGE = re.compile(r"https?://huggingface\.co/(?!.*/resolve/)")
 
 
 def get_directory(path: str | Path) -> Path:
@@ -61,6 +63,8 @@ class Location:
         if not paths:
             raise UsageError("source", "the list of paths is empty", "pass at least one")
         for path in paths:
+            if _HUB_PAGE.match(str(path)):
+                raise UsageError(path, "is a page of the Hub", "pass its repository: hf://ORG/NAME")
             if not path.exists():
                 if path.is_symlink():
                     refuse_broken_link(path)

@@ -249,6 +249,12 @@ def test_keep_fp32_widens_what_is_stored_narrow(tmp_path):
     assert (found["a"].dtype, found["n"].dtype) == (torch.float32, torch.int64)
 
 
+@pytest.mark.parametrize("dtype", ["fp8", "float8_e4m3fn", "MXFP4"])
+def test_a_quantised_form_needs_a_model_that_states_it(plain, tmp_path, dtype):
+    with pytest.raises(UsageError, match="--quantise-like RELEASE"):
+        reshard.merge(plain, tmp_path / "out.safetensors", dtype=dtype)
+
+
 def test_keep_fp32_that_matches_nothing_is_refused(plain, tmp_path):
     with pytest.raises(UsageError, match="matches no weight"):
         reshard.merge(plain, tmp_path / "out.safetensors", keep_fp32=["nothing"])

@@ -171,7 +171,8 @@ def test_one_rank_alone_is_named_whatever_its_file_is_called(copied, refused):
     source = copied("fsdp2_ranks_one_file")
     (source / "rank0.pt").unlink()
     (source / "rank1.pt").rename(source / "checkpoint.pt")
-    refused(source, IncompleteError, "checkpoint.pt of a run of 2 ranks", "tensors of rank 0")
+    words = ("checkpoint.pt of a run of 2 ranks", "tensors of rank 0", "saved only one rank's file")
+    refused(source, IncompleteError, *words)
 
 
 def test_a_file_of_another_rank_is_named(copied, refused):

@@ -6,7 +6,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from reshard.errors import IncompleteError, ReshardError
+import reshard
+from reshard.errors import IncompleteError, ReshardError, UsageError
 from reshard.system.remote import attempts
 
 URL = "hf://models/org/name"
@@ -61,3 +62,11 @@ def test_an_error_of_our_own_is_raised_as_it_is():
 
     with pytest.raises(KeyError, match="ours"):
         attempts.attempt(URL, request)
+
+
+def test_addresses_that_no_repository_has_are_refused_without_a_request():
+    pytest.importorskip("huggingface_hub")
+    with pytest.raises(UsageError, match="is not a path of this store: Repository id must be"):
+        reshard.inspect("hf://gpt2")
+    with pytest.raises(UsageError, match=r"is a page of the Hub\n.*hf://ORG/NAME"):
+        reshard.inspect("https://huggingface.co/org/name")

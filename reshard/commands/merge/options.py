@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +18,7 @@ HUB_PREFIX = "hf:/"  # pathlib collapses two slashes into one
 FILL = "--fill-missing-from"
 MERGE_LORA = "--merge-lora"
 QUANTISE_LIKE = "--quantise-like"
+_CODES = re.compile(r"(mx|nv)?(fp|float)[48]", re.IGNORECASE)
 _OF_OTHER_MODELS = ("fill_missing_from", "family", "vocab_size", "keep_padding")
 
 
@@ -102,6 +104,12 @@ class MergeOptions(WeightsOptions, OtherModelOptions, NamingOptions, OutputOptio
             UsageError: an option is refused; the message names it.
         """
         super().__post_init__()
+        if self.dtype and _CODES.match(self.dtype):
+            raise UsageError(
+                f"--dtype {self.dtype}",
+                "stores codes and scales, whose form (block sizes, names) a model must state",
+                f"pass such a model (fp8 in blocks, MXFP4): {QUANTISE_LIKE} RELEASE",
+            )
         if self.fill_missing_from and (self.edits.include or self.edits.exclude):
             raise UsageError(FILL, "would add weights that --include and --exclude leave out")
         if self.merge_lora is not None:

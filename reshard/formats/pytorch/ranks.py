@@ -19,6 +19,10 @@ from reshard.state_dict.tree import ParsedTree
 from reshard.system.paths import as_path
 from reshard.system.threads import map_files_by_key
 
+_ONE_RANK = (
+    "If the program saved only one rank's file, its tensors are incomplete; pass another file to"
+    " read that file alone"
+)
 _NUMBERED = re.compile(rf"^(.*?)[-_.]?(\d+){OF_WORLD}((?:\.[a-z]+)+)$")
 _WORLD = re.compile(r"(?:world_size|(?<=\d)[-_.]?of)[-_.]?(\d+)")
 _SHARED = "_shared"  # added to the name of a file that all ranks share
@@ -189,7 +193,7 @@ def _check_savers(files: Mapping[int, TorchFile], *, alone: bool) -> None:
             path.parent,
             f"contains {path.name} of a run of {usual} ranks, but no such file with the"
             f" tensors of rank {', '.join(map(str, missing))}",
-            FETCH_MISSING,
+            FETCH_MISSING if is_of_rank(path.name) else f"{FETCH_MISSING}. {_ONE_RANK}",
         )
 
 

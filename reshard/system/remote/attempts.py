@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import random
 import time
+import traceback
 from collections.abc import Callable
 from typing import TypeVar
 
-from reshard.errors import IncompleteError, ReshardError
+from reshard.errors import IncompleteError, ReshardError, UsageError
 from reshard.system import signals
 
 T = TypeVar("T")
@@ -46,6 +47,7 @@ def attempt(url: str, request: Callable[[], T], what: str = "cannot be reached")
 
     Raises:
         IncompleteError: the object does not exist.
+        UsageError: the store cannot have an object of this name.
         ReshardError: the request was refused, or every attempt failed.
     """
     most = min(ATTEMPTS, _FEW_ATTEMPTS.get(url.partition("://")[0], ATTEMPTS))
@@ -56,6 +58,8 @@ def attempt(url: str, request: Callable[[], T], what: str = "cannot be reached")
         except Exception as error:
             if _get_status(error) == 404:
                 raise IncompleteError(url, "does not exist") from error
+            if _rejects_name(error):
+                raise UsageError(url, f"is not a path of this store: {_describe(error)}") from error
             if not _is_external(error):
                 raise
             if _is_final(error):
@@ -84,6 +88,15 @@ def _is_external(error: Exception) -> bool:
     """Return whether the network or the server caused the error, rather than a bug in reshard."""
     outside = isinstance(error, (OSError, EOFError))
     return outside or type(error).__module__.split(".")[0] in _LIBRARIES
+
+
+def _rejects_name(error: Exception) -> bool:
+    """Return whether a store's library refuses the name of an object, without a request."""
+    if not isinstance(error, ValueError):
+        return False
+    frames = list(traceback.walk_tb(error.__traceback__))
+    module = str(frames[-1][0].f_globals.get("__name__")) if frames else ""
+    return module.split(".")[0] in _LIBRARIES
 
 
 def _as_os_error(error: Exception) -> OSError:
