@@ -109,8 +109,11 @@ def test_a_rate_in_a_tensor_becomes_a_number(published, tmp_path):
     for group in state["optimizer"]["param_groups"]:
         group["lr"] = torch.tensor(0.25)
     torch.save(state, tmp_path / "state.pt")
+    # It is copied into the run, which is nanotron's also with a file of HF Trainer in it.
+    (tmp_path / "trainer_state.json").write_text('{"global_step": 3}')
     out = tmp_path / "out"
     reshard.split(tmp_path / "state.pt", out, to="nanotron", model=published, tp=1, pp=1, dp=1)
+    assert (out / "trainer_state.json").is_file()
     with reshard.open(out) as written:
         assert {group.hyper["lr"] for group in written.manifest.train.param_groups} == {0.25}
 

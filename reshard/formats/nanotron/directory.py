@@ -20,6 +20,7 @@ from reshard.errors import FETCH_MISSING, MIXED, CorruptError, IncompleteError
 NAME = "nanotron"
 METADATA = "checkpoint_metadata.json"
 MODEL_CONFIG = "model_config.json"
+TRACKER = "latest.txt"  # in a run directory
 AXES = ("pp", "dp", "tp", "exp")
 
 SCHEDULER = "lr_scheduler"
@@ -73,6 +74,11 @@ class CheckpointFiles:
 def detect(location: Location) -> bool:
     """Return whether this directory, or the one around this file, is a checkpoint of nanotron."""
     return locate(location) is not None
+
+
+def is_run(location: Location) -> bool:
+    """Return whether a location is a run directory of nanotron, which may have other files."""
+    return TRACKER in location.files and any(map(detect, location.folders.values()))
 
 
 def locate(location: Location) -> Location | None:

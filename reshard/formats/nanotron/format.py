@@ -8,7 +8,7 @@ from reshard.core.location import Location
 from reshard.core.manifest import Manifest
 from reshard.errors import UsageError
 from reshard.formats.base import Format, ReadHints, Source, Writer
-from reshard.formats.nanotron.directory import METADATA, NAME, detect
+from reshard.formats.nanotron.directory import METADATA, NAME, detect, is_run
 
 if TYPE_CHECKING:
     from reshard.containers.skeletons import LaidOut
@@ -89,6 +89,7 @@ class Nanotron(Writer):
 FORMAT = Format(
     name=NAME,
     detect=detect,
+    claims=is_run,
     read=_read,
     ignored_hints=("key", "wrap"),
     sources={NAME: Source(writer=NAME)},

@@ -23,7 +23,7 @@ from reshard.core.dtypes import FLOAT32, DType
 from reshard.core.manifest import MASTER, PARAM, Entry, OutputFile, Skeleton
 from reshard.formats.nanotron import choice, slices
 from reshard.formats.nanotron.choice import Wanted
-from reshard.formats.nanotron.directory import METADATA, MODEL_CONFIG, SCHEDULER
+from reshard.formats.nanotron.directory import METADATA, MODEL_CONFIG, SCHEDULER, TRACKER
 from reshard.formats.nanotron.layout import RunFacts
 from reshard.formats.nanotron.optimizer import compute_piece
 from reshard.formats.nanotron.slices import RankPart
@@ -46,7 +46,7 @@ def lay_out(state: WritableState, wanted: Wanted) -> Skeleton:
         inside += [*run.lay_out_optimizers(), *run.lay_out_schedulers()]
     inside += run.lay_out_descriptions()
     moved = (skeletons.move_into(part, step) for part in inside)
-    return skeletons.join([skeletons.lay_out_bytes("latest.txt", step.encode()), *moved])
+    return skeletons.join([skeletons.lay_out_bytes(TRACKER, step.encode()), *moved])
 
 
 def describe_omissions(state: WritableState, wanted: Wanted) -> Iterator[str]:
