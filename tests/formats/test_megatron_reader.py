@@ -53,7 +53,7 @@ from reshard.layouts.model_parallel.rules import load_table
 from reshard.state_dict.optimizer_state import ParsedOptimizer
 from tests.support.digests import compute_digests
 from tests.support.directories import unpack
-from tests.support.megatron_values import change
+from tests.support.megatron_values import change, read_root
 from tests.support.sample_tensors import built
 
 DATA = Path(__file__).parents[1] / "data" / "megatron"
@@ -734,6 +734,20 @@ def test_buffers_of_adam_beside_a_layer_wise_muon_have_its_parameters_alone(tmp_
     }
     assert (set(muons.fqns), [len(adam.fqns) for adam in adams]) == (set(expected), [2, 5])
     assert reshard.diff(flat, named, kinds=["weight", "optimizer"]).same
+
+
+def test_one_layer_of_mtp_may_stand_for_several(new, tmp_path):
+    """Megatron counts how often it is applied (--mtp-use-repeated-layer)."""
+    source = shutil.copytree(new / "torch", tmp_path / "source")
+    for file in source.rglob("model_optim_rng.pt"):
+        args = read_root(file)["args"]
+        args.mtp_num_layers, args.mtp_use_repeated_layer = 3, True
+        change(file, args=args)
+    options = {"tp": 1, "dp": 1, "make_vocab_size_divisible_by": 8}
+    reshard.split(source, tmp_path / "out", to="megatron", **options)
+    with reshard.open(tmp_path / "out") as checkpoint:
+        assert checkpoint.manifest.train.config["mtp_num_layers"] == 3
+    assert reshard.diff(source, tmp_path / "out", kinds=["weight", "optimizer"]).same
 
 
 def test_mup_and_decoupled_rates_give_parameters_other_groups(tmp_path):

@@ -258,7 +258,9 @@ def _adapt_args(
     if places.has_experts:
         adapted["moe_grouped_gemm"] = places.grouped  # it decides the names of experts
         adapted["moe_use_legacy_grouped_gemm"] = False
-    if places.mtp or adapted.get("mtp_num_layers"):
+    # One layer may stand for all of them (core 0.17 and later).
+    repeats = places.mtp == 1 and adapted.get("mtp_use_repeated_layer") is True
+    if not repeats and (places.mtp or adapted.get("mtp_num_layers")):
         adapted["mtp_num_layers"] = places.mtp or None  # transformers saves none of them
     adapted["use_distributed_optimizer"] = wanted.distributed
     if "use_megatron_fsdp" in adapted:
