@@ -8,6 +8,8 @@ import math
 import pickle
 import pickletools
 import struct
+import sys
+import types
 
 import pytest
 from hypothesis import given, settings
@@ -16,7 +18,7 @@ from hypothesis import strategies as st
 from reshard.containers.pickles import trust
 from reshard.containers.pickles.unpickle import loads
 from reshard.containers.pickles.values import Call, Global
-from reshard.errors import CorruptError, ReshardError, UnsafeError
+from reshard.errors import CorruptError, ReshardError, UnsafeError, UnsupportedError
 
 PROTOCOLS = range(6)
 
@@ -291,6 +293,30 @@ def test_short_numbers_are_read_with_their_signs():
     cases = {b"J" + struct.pack("<i", -5): -5, b"M\xff\xff": 65535, b"K\xff": 255, b"\x8a\x00": 0}
     for opcode, value in cases.items():
         assert read(opcode + b".") == value
+
+
+class Float8Tensor:
+    """Pickled as Transformer Engine pickles its own (``__reduce_ex__`` of float8_tensor.py)."""
+
+    @classmethod
+    def _make_in_reduce_ex(cls, *_args):
+        raise NotImplementedError
+
+    def __reduce_ex__(self, protocol):
+        return Float8Tensor._make_in_reduce_ex, (b"codes", 1.0)
+
+
+@pytest.mark.parametrize("protocol", PROTOCOLS)
+def test_quantised_weights_of_transformer_engine_are_refused_by_name(monkeypatch, protocol):
+    place = "transformer_engine.pytorch.tensor.float8_tensor"
+    module = types.ModuleType(place)
+    module.Float8Tensor = Float8Tensor
+    for name in (place, "transformer_engine"):
+        monkeypatch.setitem(sys.modules, name, module)
+    monkeypatch.setattr(Float8Tensor, "__module__", place)
+    data = pickle.dumps({"weight": Float8Tensor()}, protocol)
+    with pytest.raises(UnsupportedError, match="Transformer Engine's class Float8Tensor"):
+        read(data)
 
 
 def test_a_global_that_only_attacks_use_is_unsafe_at_once():

@@ -21,7 +21,7 @@ from reshard.containers.pickles.values import (
     require_hashable,
 )
 from reshard.core import stamps
-from reshard.errors import UnsafeError, shown
+from reshard.errors import UnsafeError, UnsupportedError, shown
 
 _SIZED = (str, bytes, list, tuple, dict, set, frozenset)
 _MAX_COPIED = 1 << 20
@@ -273,6 +273,7 @@ class Machine:
 
         Raises:
             UnsafeError: the name is of use only to an attack.
+            UnsupportedError: it builds a quantised tensor.
         """
         name = _modernize_name(name)
         if name == "builtins.getattr":  # names a nested class; `call` checks which one
@@ -283,17 +284,30 @@ class Machine:
                 f"its pickle asks for {name!r}, which would run code",
                 "do not use this file; reshard has executed nothing of it",
             )
+        self._refuse_quantised(name)
         self.globals.add(name)
         return Global(name)
+
+    def _refuse_quantised(self, name: str) -> None:
+        kind = trust.find_quantised_class(name)
+        if kind:
+            raise UnsupportedError(
+                self.where,
+                f"has weights of Transformer Engine's class {kind}, whose codes reshard does not"
+                " read",
+                "save them in 16 bits, as Megatron does with --ckpt-format torch_dist",
+            )
 
     def make_nested_class(self, owner: Any = None, attribute: Any = None, *rest: Any) -> Global:
         """Return the nested class ``getattr(owner, attribute)``, if it is one that torch saves so.
 
         Raises:
             UnsafeError: the attribute is anything else.
+            UnsupportedError: it builds a quantised tensor.
         """
         is_named = isinstance(owner, Global) and isinstance(attribute, str)
         name = f"{owner.name}.{attribute}" if is_named else ""
+        self._refuse_quantised(name)
         if name not in trust.NESTED_CLASSES or rest:
             raise UnsafeError(
                 self.where,

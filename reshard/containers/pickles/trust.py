@@ -37,6 +37,8 @@ _RUNS_CODE_NAMES = frozenset(
 NESTED_CLASSES = frozenset(
     ("torch.distributed._shard.sharded_tensor.api.ShardedTensor.ProcessGroupState",)
 )
+# The calls that Transformer Engine's quantised tensors are pickled as (2.x ``pytorch/tensor/``).
+_QUANTISED = r"transformer_engine\.[\w.]+\.(\w+Tensor)\._make_in_reduce_ex"
 
 # First part of a dotted name -> pattern of the rest, compiled at the first use.
 _FRAMEWORK = r"([\w.]+\.)?_?[A-Z]\w*"
@@ -87,6 +89,12 @@ _EXPECTED = {
         _FRAMEWORK,
     ),
 }
+
+
+def find_quantised_class(name: str) -> str:
+    """Return Transformer Engine's class whose tensors a global builds; empty if it builds none."""
+    match = re.fullmatch(_QUANTISED, name) if name.startswith("transformer_engine.") else None
+    return match[1] if match else ""
 
 
 def runs_code(name: str) -> bool:
