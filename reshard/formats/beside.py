@@ -143,7 +143,7 @@ def find_model(location: Location, wrap: str | None) -> ModelHint | None:
         # one.
         with contextlib.suppress(CorruptError):
             if config and is_model_config(config):
-                return ModelHint(str(config), wrap, by_blocks=_is_verl_with_fsdp_1(location))
+                return ModelHint(str(config), wrap, by_blocks=is_verl_with_fsdp_1(location))
     with contextlib.suppress(CorruptError):
         base = _find_base_config(location)
         if base is not None and is_model_config(base):
@@ -168,7 +168,7 @@ def _find_base_config(location: Location) -> Path | None:
     return config if config.is_file() else None
 
 
-def _is_verl_with_fsdp_1(location: Location) -> bool:
+def is_verl_with_fsdp_1(location: Location) -> bool:
     """Return whether verl wrapped the model with FSDP 1, according to its ``fsdp_config.json``."""
     settings = location.files.get("fsdp_config.json")
     return settings is not None and read_json_object(settings).get("FSDP_version") == 1

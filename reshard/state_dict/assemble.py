@@ -99,7 +99,9 @@ def build_manifest(
     weights = _resolve_weights(state, parsed, model)
     flats = any(flat_params.parse_prefix(key) is not None for key in parts.model)
     ordered = parsed.ordered and not flats and not (units and model is None)
-    if model and not ordered:
+    # Files with an optimizer of flat units may have the weights in the order of the units.
+    by_model = model is not None and (not ordered or bool(units))
+    if model and by_model:
         weights = _sort_weights(weights, model)
     entries, tied = _build_weight_entries(weights)
     if model:
@@ -145,7 +147,7 @@ def build_manifest(
         ordered=ordered or model is not None or bool(trained),
         # An index of FSDP 1's optimizer counts in the order of its units, not in that of the model.
         keyed=None if flats or units else optimizer_state.find_keying(parts.optimizers.values()),
-        ordered_by_model=model is not None and not ordered,  # sorted by it above
+        ordered_by_model=by_model,
     )
 
 

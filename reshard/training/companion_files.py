@@ -274,13 +274,13 @@ def _list_adapter_configs(folder: Path) -> list[Path]:
 def _list_companions(folder: Path) -> list[Path]:
     """Return the files of a model and of its adapters, and the run's progress, where they are."""
     adapters = [path for path in _list_adapter_configs(folder) if path.is_file()]
-    paths = list(find_companions(None, [folder]).others)
+    found = find_companions(None, [folder])
+    paths = list(found.others)
     if adapters and not paths:  # PEFT's directories have no config.json
         paths = list(list_model_files(folder, {}))
     paths += adapters
-    config = folder / "config.json"
-    if config.is_file() and is_model_config(config):
-        paths.append(config)
+    if found.directory is not None:
+        paths.append(found.directory / "config.json")
     progress = folder / _PROGRESS
     if progress.is_file():
         paths.append(progress)

@@ -212,3 +212,14 @@ def test_verl_fsdp1_wrapping_follows_from_its_config(tmp_path):
             assert ours.keys() == wanted.keys()
             assert len(ours) == 12
             assert all(torch.equal(ours[name][...], wanted[name][...]) for name in wanted)
+    split = reshard.split(actor, tmp_path / "out", world_size=3)
+    assert any("FSDP 1 becomes FSDP 2" in note for note in split.derived)
+    assert (tmp_path / "out" / "huggingface" / "config.json").is_file()
+    again = reshard.split(actor, tmp_path / "again", model=str(actor / "huggingface"), world_size=3)
+    assert again.optimizer_tensors_out == split.optimizer_tensors_out == 24
+    with reshard.open(actor) as found, reshard.open(tmp_path / "out") as written:
+        held = written.optimizer("exp_avg")
+        assert all(
+            torch.equal(held[name][...], value[...])
+            for name, value in found.optimizer("exp_avg").items()
+        )

@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from reshard.containers.torch_detect import PLAIN_SUFFIXES
-from reshard.core.location import Location
+from reshard.core.location import Location, get_directory
 from reshard.core.manifest import Manifest, Skeleton
 from reshard.errors import UsageError
 from reshard.formats import registry
@@ -229,6 +229,22 @@ class Verl(_TorchWriter):
 
     name = "verl"
     options = ("device", "mesh", "tp_plan", "fsdp_version", "use_orig_params")
+
+    def describe(self, request: Request) -> str:
+        """Return the version of FSDP."""
+        return f"FSDP {request.fsdp_version}"
+
+    def adapt(self, conversion: StateConversion) -> StateConversion:
+        """Return the conversion with a note if the run had another version of FSDP."""
+        from reshard.formats import beside
+
+        place = Location([get_directory(conversion.manifest.origin.path)])
+        if conversion.request.fsdp_version > 1 and beside.is_verl_with_fsdp_1(place):
+            conversion.notes.derived.append(
+                "FSDP 1 becomes FSDP 2: set strategy=fsdp2 in the new run, or pass --fsdp-version 1"
+                " with --model and --wrap"
+            )
+        return conversion
 
 
 class Fsdp(_StateDicts):

@@ -89,7 +89,8 @@ def read(
         detail=provenance.describe_files(place),
         versions=provenance.find_versions(first),
     )
-    model_hint = ModelHint(model, wrap) if model else None
+    by_blocks = beside.is_verl_with_fsdp_1(location)
+    model_hint = ModelHint(model, wrap, by_blocks=by_blocks) if model else None
     own_wrap = run_of_trainer.wrap if run_of_trainer and run_of_trainer.is_flat else None
     nearby = beside.find_model(location, wrap or own_wrap)
     if live is not None and not (wrap or own_wrap):
