@@ -133,6 +133,28 @@ def test_fields_of_the_model_become_traits(run, change, wanted):
     assert {name: getattr(traits, name) for name in wanted} == wanted
 
 
+@pytest.mark.parametrize("kind", ["BridgeGPTModelConfig", "GPTModelConfig"])
+def test_fields_of_the_layers_may_be_under_transformer(run, kind):
+    """Newer versions save the model so, and its activation as a name (``as_dict``)."""
+    outer = """
+        vocab_size make_vocab_size_divisible_by should_pad_vocab seq_length rotary_base rope_scaling
+        share_embeddings_and_output_weights position_embedding_type rotary_percent
+    """.split()
+    wanted = read_args(run)
+
+    def nest(config):
+        model = config["model"]
+        fields = {name: model.pop(name) for name in outer if name in model}
+        model.pop("transformer_layer_spec", None)
+        model |= {"_target_": "megatron.core.TransformerConfig", "activation_func": "silu"}
+        config["model"] = {"_target_": f"megatron.{kind}", **fields, "transformer": model}
+
+    edit(run, nest)
+    found = read_args(run)
+    differing = {"transformer_impl", "_target_"}  # no file states the builder of the layers
+    assert {key for key in wanted | found if wanted.get(key) != found.get(key)} - differing == set()
+
+
 def test_padding_follows_the_size_that_divides_it(run):
     assert read_args(run)["padded_vocab_size"] == 32
     edit(run, lambda config: config["model"].update(should_pad_vocab=False))

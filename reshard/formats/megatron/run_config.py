@@ -5,10 +5,12 @@
 
 An object is a mapping with the name of its class under ``_target_``; nothing is called here. Most
 fields of ``model`` have the names of Megatron-LM's arguments, from which Megatron-LM fills them.
+After 0.6 a model may have those of its layers under ``transformer``.
 
 Sources: Megatron-Bridge 0.3.1 ``training/checkpointing.py`` (``save_checkpoint``),
 ``training/utils/config_utils.py`` (``to_dict``), ``utils/yaml_utils.py``, ``training/mlm_compat/
-arguments.py`` (``_transformer_config_from_args``: the other direction), ``models/gpt_provider.py``.
+arguments.py`` (``_transformer_config_from_args``: the other direction), ``models/gpt_provider.py``;
+067f987 ``models/gpt/model_config.py`` (``BridgeGPTModelConfig.as_dict``).
 """
 
 from __future__ import annotations
@@ -81,8 +83,10 @@ _SPECS = frozenset(
 _PROVIDERS = re.compile(
     r"(?:GPT|MLA|Llama(?:2|3|31|32|33)?|CodeLlama|Qwen(?:2|25|3)(?:MoE)?|Mistral|Mixtral"
     r"|DeepSeek(?:V2|V2Lite|V3)?|Gemma|CodeGemma|Moonlight|KimiK2)?(?:Model)?Provider\w*"
+    r"|(?:Bridge)?GPTModelConfig"
 )
 _QWEN_NEXT = "qwen3_next"  # of SchedulerConfig.no_weight_decay_cond_type
+_ACTIVATION = "activation_func"
 _FAST_GELU, _QUICK_GELU = "fast_gelu", "quick_gelu"
 _PLAIN = (bool, int, float, str)
 
@@ -99,6 +103,7 @@ def read(location: Location) -> tuple[dict[str, Any], list[TorchFile]]:
     if not isinstance(root, dict) or not isinstance(root.get("model"), dict):
         raise CorruptError(path, "has no section 'model', expected Megatron-Bridge's configuration")
     expect(path, root, _KINDS, NAME)
+    root = {**root, "model": _join_fields(root["model"])}
     expect(path, root["model"], _SIZES, "model")
     _refuse_what_args_cannot_state(str(path), root)
     args = _derive(root)
@@ -112,6 +117,12 @@ def read(location: Location) -> tuple[dict[str, Any], list[TorchFile]]:
     with SourceFiles() as pool:
         counts = {name: read_counter(state.get(name), pool) for name in _SAMPLES}
     return {**args, **{k: int(v) for k, v in counts.items() if isinstance(v, (int, float))}}, [file]
+
+
+def _join_fields(model: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the fields of a model with those of its layers."""
+    inner = model.get("transformer")
+    return {**inner, **model} if isinstance(inner, dict) else dict(model)
 
 
 def _refuse_what_args_cannot_state(path: str, root: Mapping[str, Any]) -> None:
@@ -147,7 +158,9 @@ def _derive(root: Mapping[str, Any]) -> dict[str, Any]:
     """Return the arguments that Megatron-LM would have for the same run."""
     model = root["model"]
     args = {
-        RENAMED.get(name, name): value for name, value in model.items() if _is_plain(value)
+        RENAMED.get(name, name): value
+        for name, value in model.items()
+        if _is_plain(value) and name != _ACTIVATION
     } | _derive_activation(model)
     for section, names in _OTHERS.items():
         settings = root.get(section) or {}
@@ -201,7 +214,8 @@ def _derive_activation(model: Mapping[str, Any]) -> dict[str, Any]:
     Source: Megatron-LM core_v0.16.1 ``training/arguments.py``
     (``core_transformer_config_from_args``), ``core/transformer/mlp.py``.
     """
-    name = _get_target(model.get("activation_func")) or "gelu"
+    function = model.get(_ACTIVATION)
+    name = function if isinstance(function, str) else _get_target(function) or "gelu"
     gated = model.get("gated_linear_unit")
     if gated and name in ("silu", "swish"):
         return {"swiglu": True}
@@ -211,7 +225,7 @@ def _derive_activation(model: Mapping[str, Any]) -> dict[str, Any]:
         return {"squared_relu": True}
     if not gated and name == "gelu":
         return {"bias_gelu_fusion": model.get("bias_activation_fusion") is True}
-    return {"activation_func": name}
+    return {_ACTIVATION: name}
 
 
 def _pad_vocabulary(model: Mapping[str, Any]) -> int | None:
