@@ -365,4 +365,7 @@ def _is_evidence(entry: Entry, entries: Mapping[str, Entry]) -> bool:
 
 
 # Names of codes: GPTQ and AWQ, compressed-tensors, and the maps of bitsandbytes.
-_CODES = (".qweight", ".weight_packed", ".absmax", ".weight.quant_map", ".weight_format")
+_CODES = (
+    *(".qweight", ".weight_packed", ".absmax", ".weight.quant_map", ".weight_format"),
+    *(".quant_state.bitsandbytes__nf4", ".quant_state.bitsandbytes__fp4"),
+)

@@ -461,6 +461,28 @@ def test_a_flipped_bit_of_an_adapter_in_a_zip_is_found(made, tmp_path):
     assert not (tmp_path / "damaged").exists()
 
 
+def test_the_codes_of_qlora_are_named_and_not_compared(made, tmp_path):
+    """A run of DeepSpeed or torch.save stores the base as bitsandbytes keeps it in memory."""
+    base, adapter, adapted = made(models.build("llama"), PLAIN)
+    state = adapted.state_dict()
+    for name in [name for name in state if name.endswith(".base_layer.weight")]:
+        state[name] = torch.zeros(state[name].numel() // 2, 1, dtype=torch.uint8)
+        state[f"{name}.absmax"], state[f"{name}.quant_map"] = torch.rand(4), torch.rand(16)
+        state[f"{name}.quant_state.bitsandbytes__nf4"] = torch.zeros(9, dtype=torch.uint8)
+    run = tmp_path / "run"
+    run.mkdir()
+    torch.save(state, run / "model.pt")
+    (run / "adapter_config.json").write_bytes((adapter / "adapter_config.json").read_bytes())
+    got, _ = merged(run, base, tmp_path / "got")
+    want, _ = merged(adapter, base, tmp_path / "want")
+    assert got.keys() == want.keys()
+    assert all(torch.equal(got[name], want[name]) for name in want)
+    report = reshard.merge(run, tmp_path / "codes")
+    assert any("part of a quantised weight" in text for text in report.warnings)
+    with pytest.raises(UsageError, match="--dtype would round"):
+        reshard.merge(run, tmp_path / "rounded", dtype="bf16")
+
+
 def test_a_quantised_base_is_dequantised_first(made, tmp_path):
     """Codes of fp8 in blocks of 16 x 16, as in DeepSeek V3; the sum has unrounded values."""
     base, adapter, _ = made(models.build("llama"), PLAIN)

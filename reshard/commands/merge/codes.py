@@ -8,10 +8,11 @@ from pathlib import Path
 
 from reshard.commands.merge.passes import Merge
 from reshard.core.dtypes import FLOAT32
-from reshard.core.manifest import Quantisation
+from reshard.core.manifest import Entry, Quantisation
 from reshard.errors import UsageError
 from reshard.formats import values
 from reshard.model import adapter_names as adapters
+from reshard.quantised.pairs import find_evidence
 from reshard.quantised.statement import CONFIG, OTHERS, read_statement, remove_statement
 from reshard.training.companion_files import QUANTISED
 from reshard.units import some
@@ -49,7 +50,26 @@ def match_config(merge: Merge) -> Merge:
         merge = _drop_statement(merge)
     merge.notes.warnings += _note_rounded(merge)
     _refuse_rounded_scales(merge)
+    merge.notes.warnings += _note_codes(merge)
     return merge
+
+
+def _find_unstated(merge: Merge) -> Entry | None:
+    """Return a part of a quantised weight, such as QLoRA's base, if no file states the method."""
+    how = (merge.companions.config or {}).get(QUANTISED)
+    is_stated = merge.manifest.quantisation is not None or how
+    return None if is_stated or merge.adapter else find_evidence(merge.manifest)
+
+
+def _note_codes(merge: Merge) -> Iterator[str]:
+    """Yield a warning if the base of a training checkpoint is quantised."""
+    entry = _find_unstated(merge)
+    if entry is not None:
+        yield (
+            f"{entry.fqn!r} ({entry.dtype}) is part of a quantised weight: codes are written as"
+            " stored, and no config.json states how to read them; --merge-lora BASE adds an"
+            " adapter to the base that was not quantised"
+        )
 
 
 def _check_config_of_codes(merge: Merge, stated: Quantisation) -> None:
@@ -119,6 +139,14 @@ def _refuse_rounded_scales(merge: Merge) -> None:
     """
     dtype, how = merge.options.dtype, (merge.companions.config or {}).get(QUANTISED)
     cast = [entry.fqn for entry, written in merge.weights.tensors if entry.dtype != written]
+    unstated = _find_unstated(merge) if dtype and cast else None
+    if unstated is not None:
+        raise UsageError(
+            f"--dtype {dtype}",
+            f"{unstated.fqn!r} ({unstated.dtype}) is part of a quantised weight: --dtype would"
+            f" round {cast[0]}, which may scale the codes, but not the codes",
+            "leave out --dtype: codes in a training checkpoint are not dequantised",
+        )
     if dtype and how and cast:
         method = how.get("quant_method") if isinstance(how, dict) else None
         raise UsageError(

@@ -175,14 +175,18 @@ def is_tied(config: Mapping[str, Any]) -> bool:
 def _check_same_base(run: Manifest, merged: Merged, pool: SourceFiles) -> None:
     """Compare samples of the weights that the run stores with the adapter, with the base's.
 
+    Codes of quantised weights (QLoRA) are left out: bitsandbytes may store them as any dtype.
+
     Raises:
         DifferentError: they differ.
     """
     trained = {fqn for group in run.train.param_groups for fqn in group.fqns}
+    names = {entry.fqn for entry in run.of_kind(PARAM)}
     stored = {
         merged.prefix + strip_peft(add_root(entry.fqn)): entry
         for entry in run.of_kind(PARAM)
         if entry.fqn not in trained and entry.numel
+        if entry.dtype.family == "float" and f"{entry.fqn}.quant_map" not in names
     }
     bases = {entry.fqn: entry for entry in merged.base.of_kind(PARAM)}
     both = [fqn for fqn in stored if fqn in bases and fqn not in merged.replaced]
