@@ -190,6 +190,16 @@ def test_weights_are_read_beside_buffers_without_frozen_parameters(monkeypatch, 
         reshard.split(DIST, tmp_path / "split", tp=2)
 
 
+def test_checkpoints_that_ranks_keep_for_themselves_are_refused_by_name(ranks):
+    """Megatron-LM 0.19.2 writes such files, one a rank, with a list of tensors without names."""
+    kept = ranks.with_name("kept") / "0" / "iter_0000002_0_local.pt"
+    kept.parent.mkdir(parents=True)
+    next(ranks.rglob("model_optim_rng.pt")).rename(kept)
+    for path in (kept.parent.parent, kept.parent, kept):
+        with pytest.raises(UnsupportedError, match="--non-persistent-ckpt-type local"):
+            formats.read(path)
+
+
 def test_zarr_is_refused_by_name(old, tmp_path):
     run = tmp_path / "run"
     (run / STEP / "decoder.final_layernorm.weight").mkdir(parents=True)

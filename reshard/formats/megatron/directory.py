@@ -41,6 +41,7 @@ VERL_PARTS = ("model", "optimizer", "extra")  # folders of verl, each with a DIS
 _RANK = re.compile(r"mp_rank_(\d{2,})(?:_(\d{3,}))?(?:_(\d{3,}))?")
 _MODELS = (MODEL, "model_rng.pt")  # the second until 2023, beside one optimizer file a rank
 _ITERATION = re.compile(r"iter_(\d{7,18})")
+_LOCAL = re.compile(r"iter_\d{7,18}_\d+_local[\w.]*\.pt")
 FSDP_DTENSOR = "fsdp_dtensor"  # a form, see above
 _LISTED = 4
 _FSDP, _HEAD = b"model.module.", 1 << 16  # begin of a parameter's key, among the first bytes
@@ -69,8 +70,10 @@ def detect(location: Location) -> bool:
     if location.chosen:
         folder = Location(location.directories)
         is_whole = is_dist(folder) or is_fsdp(folder)
-        return _is_rank_folder(folder) or (_is_part(location.chosen) and is_whole)
+        is_part = _is_rank_folder(folder) or (_is_part(location.chosen) and is_whole)
+        return is_part or is_local(location)
     is_recognized = is_dist(location) or is_zarr(location) or is_fsdp(location)
+    is_recognized = is_recognized or is_local(location)
     is_recognized = is_recognized or _is_rank_folder(location)
     return is_recognized or bool(list_rank_folders(location)) or bool(list_parts(location))
 
@@ -145,6 +148,16 @@ def is_zarr(location: Location) -> bool:
         return False
     # Only the content tells it from torch_dist without .metadata, which is an interrupted save.
     return b'"zarr"' in read_small_file(files[BACKEND], MAX_POINTER)
+
+
+def is_local(location: Location) -> bool:
+    """Return whether a location has one rank's file of a checkpoint that ranks keep for themselves.
+
+    Source: Megatron-LM core_v0.19.2 with nvidia-resiliency-ext 0.4.1 ``checkpointing/local/
+    ckpt_managers/local_manager.py``: ``--non-persistent-ckpt-type local``.
+    """
+    names = [location.chosen] if location.chosen else location.files
+    return any(_LOCAL.fullmatch(name) for name in names)
 
 
 def _is_part(name: str) -> bool:

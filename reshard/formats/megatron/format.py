@@ -19,6 +19,7 @@ from reshard.formats.megatron.directory import (
     find_checkpoint,
     is_dist,
     is_fsdp,
+    is_local,
     is_run,
     is_zarr,
     list_parts,
@@ -43,7 +44,7 @@ def _read(location: Location, hints: ReadHints) -> Manifest:
     """Read the directory of one iteration, or of the one that a run directory points to.
 
     Raises:
-        UnsupportedError: it is in the zarr format.
+        UnsupportedError: it is in the zarr format, or one that a rank keeps for itself.
     """
     # Imports are inside functions, because every format is loaded to detect a directory, and only
     # one of them reads it.
@@ -53,6 +54,13 @@ def _read(location: Location, hints: ReadHints) -> Manifest:
     from reshard.layouts.model_parallel.rules import add_user_rules, load_whole_table
     from reshard.quantised import remainders
 
+    if is_local(location):
+        raise UnsupportedError(
+            location,
+            "is a local checkpoint (--non-persistent-ckpt-type local), of which each rank keeps its"
+            " own part, and reshard does not read these",
+            "continue the run from it, and save with --ckpt-format torch_dist",
+        )
     found = find_checkpoint(location)
     if is_zarr(found):
         raise UnsupportedError(
