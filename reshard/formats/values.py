@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from reshard.core.manifest import PARAM, Entry, Manifest, index_entries
-from reshard.errors import UnsupportedError
+from reshard.errors import UnsupportedError, UsageError
 from reshard.formats import registry
 from reshard.formats.base import StateConversion
 from reshard.quantised import moments
@@ -77,6 +77,26 @@ def _refuse_unstated(manifest: Manifest) -> None:
             f"{entry.fqn!r} ({entry.dtype}) is part of a quantised weight, but no config.json with"
             " a quantization_config states how to read it",
             "put the config.json of the model beside its weights",
+        )
+
+
+def refuse_rounded_scales(manifest: Manifest, dtype: str) -> None:
+    """Refuse another dtype for a training checkpoint whose base is quantised, as that of QLoRA.
+
+    Codes are never cast: rounded scales would not fit them.
+
+    Raises:
+        UsageError: a part of a quantised weight is among the weights.
+    """
+    from reshard.quantised.pairs import find_evidence
+
+    entry = find_evidence(manifest)
+    if entry is not None:
+        raise UsageError(
+            f"--dtype {dtype}",
+            f"{entry.fqn!r} ({entry.dtype}) is part of a quantised weight, whose scales would be"
+            " rounded, but not its codes",
+            "leave out --dtype",
         )
 
 

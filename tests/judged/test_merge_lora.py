@@ -481,6 +481,9 @@ def test_the_codes_of_qlora_are_named_and_not_compared(made, tmp_path):
     assert any("part of a quantised weight" in text for text in report.warnings)
     with pytest.raises(UsageError, match="--dtype would round"):
         reshard.merge(run, tmp_path / "rounded", dtype="bf16")
+    with pytest.raises(UsageError, match="whose scales would be rounded"):
+        reshard.split(run, tmp_path / "rounded", to="dcp", weights_only=True, dtype="bf16")
+    reshard.split(run, tmp_path / "kept", to="dcp", weights_only=True)
 
 
 def test_a_quantised_base_is_dequantised_first(made, tmp_path):

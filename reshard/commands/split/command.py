@@ -19,7 +19,7 @@ from reshard.errors import UsageError
 from reshard.formats import engines, registry
 from reshard.formats.base import Conversion, Notes, StateConversion, Writer
 from reshard.formats.request import LiveTarget
-from reshard.formats.values import dequantise
+from reshard.formats.values import dequantise, refuse_rounded_scales
 from reshard.naming.options import Naming
 from reshard.training import copied_files
 from reshard.training.companion_files import add_derived_config, copy_companions
@@ -95,6 +95,8 @@ def _open(
     """Return the conversion with its writer and resolved options, and the options to use."""
     writer, source = choose_writer(manifest, options), registry.describe_source(manifest)
     manifest, decoded = dequantise(manifest)
+    if options.dtype:
+        refuse_rounded_scales(manifest, options.dtype)
     opened = Conversion(manifest=manifest, source=source, notes=Notes(derived=[*means, *decoded]))
     opened = passes.strip_wrappers(opened, writer, options)
     options = passes.choose_optimizer(opened, writer, options)
