@@ -31,7 +31,8 @@ class ModelNames:
         describe: returns what a checkpoint states about its model; None if it states nothing.
         spelling: returns the spelling of a table's names in a checkpoint; None: the usual one.
         table: name of the table of the format's own names.
-        family: returns the format's only model family; None if the format has many.
+        family: returns the model's family under the format's own names; None if the family follows
+            from the traits.
         of_own_models: whether the names are those of the format's own models, which programs that
             load other layouts do not have.
     """
@@ -40,7 +41,7 @@ class ModelNames:
     describe: Callable[[Manifest], Traits | None]
     spelling: Callable[[Manifest], str | None] = _no_spelling
     table: str = "megatron"
-    family: Callable[[], Family] | None = None
+    family: Callable[[Traits], Family] | None = None
     of_own_models: bool = False
 
 

@@ -235,7 +235,7 @@ def _choose_family(own: ModelNames, traits: Traits, options: NameOptions) -> tup
                 f"states that the model has {traits.odd[0]}",
                 "pass the config of this model with --hf-dir DIR, or --names source",
             )
-        return own.family(), traits
+        return own.family(traits), traits
     given = options.config.get("model_type") if options.config else None
     known = given if families.is_known(given, options.rules) else None
     return families.choose_family(traits, options.family or known, options.rules)

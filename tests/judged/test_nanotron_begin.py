@@ -8,6 +8,7 @@ made a model of it with Megatron's logits.
 from __future__ import annotations
 
 import json
+import shutil
 
 import pytest
 import torch
@@ -102,6 +103,29 @@ def test_every_file_is_what_nanotron_saved(case, published, tmp_path):
         json.loads(each["3/model_config.json"].read_text()) for each in (ours, theirs)
     )
     assert written == {key: wanted[key] for key in written}
+
+
+def test_a_run_becomes_the_model_of_transformers(published, tmp_path):
+    run, wanted = KEPT / "llama_tp2pp3" / "ckpt", torch.load(published / "state.pt")
+    reshard.merge(run, tmp_path / "model")
+    model = LlamaForCausalLM.from_pretrained(tmp_path / "model")
+    assert is_same(dict(model.state_dict()), dict(wanted["model"]))
+    reshard.split(run, tmp_path / "state.pt", to="torch", names="hf")
+    with reshard.open(tmp_path / "state.pt") as checkpoint:
+        for slot in SLOTS:
+            held = checkpoint.optimizer(slot)
+            for number, fqn in enumerate(wanted["model"]):
+                assert torch.equal(held[fqn][...], wanted["optimizer"]["state"][number][slot])
+
+
+def test_a_model_that_transformers_lacks_keeps_its_names(tmp_path):
+    shutil.copytree(KEPT / "qwen_tp2" / "ckpt", tmp_path / "run")
+    (path,) = (tmp_path / "run").rglob("model_config.json")
+    path.write_text(json.dumps({**json.loads(path.read_text()), "no_rope_layer": 2}))
+    report = reshard.merge(tmp_path / "run", tmp_path / "model")
+    assert any("layers without rotary positions" in text for text in report.changes)
+    with pytest.raises(UnsupportedError, match="no_rope_layer"):
+        reshard.merge(tmp_path / "run", tmp_path / "again", names="hf")
 
 
 def test_a_rate_in_a_tensor_becomes_a_number(published, tmp_path):

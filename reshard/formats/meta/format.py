@@ -34,10 +34,10 @@ def _describe_model(manifest: Manifest) -> Traits:
     return reader.find_traits(manifest)
 
 
-def _get_family() -> Family:
+def _get_family(_traits: Traits) -> Family:
     from reshard.layouts.model_parallel import families
 
-    return families.load_meta_family()
+    return families.load_renamed_family("llama", NAME)
 
 
 class Meta(Writer):
@@ -66,7 +66,7 @@ class Meta(Writer):
         from reshard.naming import tables
 
         manifest, source = conversion.manifest, conversion.source
-        table = add_user_rules(families.load_meta_family().table, names.rules)
+        table = add_user_rules(families.load_renamed_family("llama", NAME).table, names.rules)
         if manifest.origin.format == NAME:
             architecture = tables.build_architecture(_describe_model(manifest), names)
             return Naming(manifest, described=Described(table, architecture, manifest.train.config))

@@ -19,6 +19,7 @@ from reshard.errors import UnsupportedError
 from reshard.formats.nanotron import layout, stages
 from reshard.formats.nanotron.directory import METADATA, NAME
 from reshard.formats.nanotron.layout import ParameterCut, RunFacts
+from reshard.formats.nanotron.model import FLAGS
 from reshard.formats.nanotron.slices import SHAPE
 from reshard.formats.nanotron.stages import Stage
 from reshard.layouts.model_parallel import names as renaming
@@ -37,7 +38,6 @@ if TYPE_CHECKING:
     from reshard.layouts.model_parallel.traits import Traits
 
 _VERSION = "1.5"  # of nanotron's checkpoints at 2411b02
-_MODELS = {"llama": "is_llama_config", "qwen2": "is_qwen2_config"}
 _QKV, _GATE_UP = ".attn.qkv_proj.", ".mlp.gate_up_proj."
 # Modules of a layer in the order of ``named_parameters``; Qwen2 makes both norms first.
 _LAYER = ("input_layernorm", "attn", "post_attention_layernorm", "mlp")
@@ -57,10 +57,10 @@ def rename(conversion: StateConversion, names: NameOptions) -> Naming:
     manifest, traits, family = tables.rename_to_hf_first(
         conversion.manifest, source.names, names, conversion.request.model_hint
     )
-    if family.name not in _MODELS:
+    if family.name not in FLAGS:
         raise UnsupportedError(
             traits.source,
-            f"is a {family.name} model, but nanotron is supported for {' and '.join(_MODELS)}",
+            f"is a {family.name} model, but nanotron is supported for {' and '.join(FLAGS)}",
         )
     _refuse_unknown(traits)
     table = add_user_rules(load_table(NAME), names.rules)
@@ -101,7 +101,7 @@ def _make_config(traits: Traits, family: str, vocab_size: int | None) -> dict[st
         "hidden_size": traits.hidden,
         "initializer_range": 0.02,
         "intermediate_size": traits.ffn,
-        _MODELS[family]: True,
+        FLAGS[family]: True,
         "max_position_embeddings": traits.max_positions,
         "num_attention_heads": traits.heads,
         "num_hidden_layers": traits.layers,

@@ -9,12 +9,14 @@ from reshard.core.manifest import Manifest
 from reshard.errors import UsageError
 from reshard.formats.base import Format, ReadHints, Source, Writer
 from reshard.formats.nanotron.directory import METADATA, NAME, detect, is_run
+from reshard.naming.options import ModelNames, NameOptions, Naming
 
 if TYPE_CHECKING:
     from reshard.containers.skeletons import LaidOut
     from reshard.formats.base import StateConversion
     from reshard.formats.request import Request
-    from reshard.naming.options import NameOptions, Naming
+    from reshard.layouts.model_parallel.families import Family
+    from reshard.layouts.model_parallel.traits import Traits
     from reshard.training.state import WritableState
 
 
@@ -22,6 +24,18 @@ def _read(location: Location, _hints: ReadHints) -> Manifest:
     from reshard.formats.nanotron import reader
 
     return reader.read(location)
+
+
+def _describe_model(manifest: Manifest) -> Traits | None:
+    from reshard.formats.nanotron import model
+
+    return model.find_traits(manifest)
+
+
+def _get_family(traits: Traits) -> Family:
+    from reshard.layouts.model_parallel import families
+
+    return families.load_renamed_family("qwen2" if traits.qkv_bias else "llama", NAME)
 
 
 class Nanotron(Writer):
@@ -92,6 +106,16 @@ FORMAT = Format(
     claims=is_run,
     read=_read,
     ignored_hints=("key", "wrap"),
-    sources={NAME: Source(writer=NAME)},
+    sources={
+        NAME: Source(
+            writer=NAME,
+            names=ModelNames(
+                may_differ=lambda _: True,
+                describe=_describe_model,
+                table=NAME,
+                family=_get_family,
+            ),
+        )
+    },
     writers=(Nanotron(),),
 )

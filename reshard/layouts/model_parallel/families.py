@@ -32,7 +32,6 @@ from reshard.layouts.model_parallel.traits import OWN, Traits
 
 # Arguments of our own: the program that builds such models, and what it computes differently.
 BUILDER, DIFFERS = "model_builder", "model_builder_differs"
-_META = "meta"
 _ANY = "any"
 _NAMING = ("model_type", "architectures")
 _ROPE = ("rope_theta", "partial_rotary_factor")
@@ -251,9 +250,9 @@ def load_families(path: Path | None = None) -> Mapping[str, Family]:
 
 
 @cache
-def load_meta_family() -> Family:
-    """Return the family of Meta's Llama files."""
-    return replace(load_families()["llama"], table=rules.load_table(_META))
+def load_renamed_family(name: str, table: str) -> Family:
+    """Return a family under the names that another format's table has for its parameters."""
+    return replace(load_families()[name], table=rules.load_table(table))
 
 
 def _parse_user_families(path: Path) -> Iterator[Family]:
