@@ -11,6 +11,7 @@ import torch
 from torch.distributed.checkpoint import FileSystemReader as DcpReader
 
 import reshard
+from reshard import formats
 from reshard.core.dtypes import FLOAT32
 from reshard.errors import CorruptError, IncompleteError, UnsupportedError
 from reshard.formats.megatron.arguments import Arguments
@@ -19,7 +20,9 @@ from reshard.training.state import TrainedGroup, TrainedParameter, Weight
 from tests.support.directories import unpack
 from tests.support.megatron_values import change, read_root
 
-DATA = Path(__file__).parents[1] / "data"
+ROOT = Path(__file__).parents[2]
+DATA = ROOT / "tests" / "data"
+EXAMPLE = ROOT / "examples" / "llama-zero3-4ranks"
 DISTRIBUTED = DATA / "megatron" / "gpt2_vpp_distopt" / "torch"
 COUNTED = DATA / "megatron" / "llama_tp2pp2" / "ckpt"  # torch's AdamW
 PACKED = DATA / "megatron_core_0.9.0" / "mixtral_ep2.tar.xz"  # an optimizer of experts
@@ -244,6 +247,19 @@ def test_states_of_torch_s_adam_that_megatron_does_not_load_are_noted(tmp_path, 
     notes = [note for note in report.notes if "torch's Adam" in note]
     assert len(notes) == bool(noted)
     assert all(noted in note for note in notes)
+
+
+def test_values_of_a_script_do_not_replace_megatron_s_own(tmp_path):
+    """A script's args, for example, are not those by which Megatron reads its files."""
+    source = shutil.copytree(EXAMPLE, tmp_path / "source")
+    for file in source.rglob("zero_pp_rank_*_model_states.pt"):
+        root = torch.load(file, weights_only=False)
+        torch.save({**root, "args": {"lr": 1}, "checkpoint_version": 1, "epoch": 2}, file)
+    report = reshard.split(source, tmp_path / "out", to="megatron", tp=2, dp=1)
+    assert {"not copied: args", "not copied: checkpoint_version"} <= set(report.notes)
+    train = formats.read(tmp_path / "out").train
+    assert train.config["tensor_model_parallel_size"] == 2
+    assert train.client["epoch"] == 2
 
 
 def test_states_are_not_numbered_in_an_order_that_is_not_known(tmp_path):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -73,6 +74,13 @@ class MegatronOptions:
         return "local" if self.impl == "local" else "te"
 
 
+# Keys of Megatron's own; a script may have saved other values under them.
+_OWN_KEYS = re.compile(
+    r"args|checkpoint_version|iteration|content_metadata|model\d*|optimizer|opt_param_scheduler"
+    r"|rng_state"
+)
+
+
 @dataclass(frozen=True, slots=True)
 class Resolved:
     """The resolved options: everything that the files depend on."""
@@ -103,7 +111,11 @@ class Resolved:
     def client(self) -> dict[str, Any]:
         """Return the values beside Megatron's own that a pickle can hold; see `lost`."""
         train = self.state.manifest.train
-        values = {name: train.objects.get(name, value) for name, value in train.client.items()}
+        values = {
+            name: train.objects.get(name, value)
+            for name, value in train.client.items()
+            if _OWN_KEYS.fullmatch(name) is None
+        }
         return {n: v for n, v in values.items() if n in train.objects or is_plain(v)}
 
     @property
