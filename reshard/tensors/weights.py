@@ -152,10 +152,12 @@ def resolve_ties(
     declared = config.get("tie_word_embeddings") if config else None
     by_name = {entry.fqn: (entry, dtype) for entry, dtype in weights.tensors}
     clone = policy == "keep" or (policy == "auto" and declared is False)
+    # A part of the model may tie its weights although the config of the whole denies it.
+    tied_by_class = {} if policy == "keep" else aliases or {}
     for alias, kept in manifest.tied.items():
         if kept not in by_name or alias in by_name:
             continue
-        if clone:
+        if clone and alias not in tied_by_class:
             entry, dtype = by_name[kept]
             weights.tensors.append((replace(entry, fqn=alias), dtype))
             weights.written_aliases[alias] = kept

@@ -240,6 +240,22 @@ def test_a_head_that_save_pretrained_leaves_out_is_left_out(name, config, asked,
     assert got.keys() == want.keys()
 
 
+def test_a_part_ties_its_weights_although_the_config_of_the_whole_denies_it(tmp_path):
+    sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    sizes |= {"intermediate_size": 16}
+    parts = (
+        transformers.ViTConfig(**sizes, image_size=8, patch_size=4),
+        transformers.BertConfig(**sizes, vocab_size=20, is_decoder=True, add_cross_attention=True),
+    )
+    config = transformers.VisionEncoderDecoderConfig.from_encoder_decoder_configs(*parts)
+    model = transformers.VisionEncoderDecoderModel(config)
+    model.save_pretrained(tmp_path / "want")
+    torch.save(model.state_dict(), tmp_path / "run.bin")
+    reshard.merge(tmp_path / "run.bin", tmp_path / "got", hf_dir=tmp_path / "want")
+    got, want = (load_file(tmp_path / at / "model.safetensors") for at in ("got", "want"))
+    assert got.keys() == want.keys()
+
+
 def test_weights_that_only_the_model_has_are_named(tmp_path):
     model = make_model("MixtralForCausalLM")
     model.save_pretrained(tmp_path / "base")
