@@ -48,7 +48,7 @@ from reshard.formats.megatron import dist as dist_format
 from reshard.formats.megatron.arguments import Arguments
 from reshard.formats.megatron.buckets import Param
 from reshard.formats.megatron.directory import covers_experts, find_ranks, list_saving_ranks
-from reshard.formats.megatron.groups import is_of_muon
+from reshard.formats.megatron.groups import explain_unassigned, is_of_muon
 from reshard.layouts.model_parallel.rules import load_table
 from reshard.state_dict.optimizer_state import ParsedOptimizer
 from tests.support.digests import compute_digests
@@ -744,6 +744,23 @@ def test_buffers_of_adam_beside_a_layer_wise_muon_have_its_parameters_alone(tmp_
     }
     assert (set(muons.fqns), [len(adam.fqns) for adam in adams]) == (set(expected), [2, 5])
     assert reshard.diff(flat, named, kinds=["weight", "optimizer"]).same
+
+
+@pytest.mark.parametrize(
+    ("kinds", "is_known"),
+    [
+        ([{"wd_mult": 1.0}, {"wd_mult": 0.0}], True),
+        ([{"wd_mult": 1.0}], True),  # the norms are frozen
+        ([{"wd_mult": 1.0}, {"wd_mult": 1.0, "eps": 1e-6}], False),
+        ([{"wd_mult": 1.0, "default_config": False}, {"wd_mult": 0.0}], False),
+    ],
+)
+def test_groups_that_megatron_does_not_make_are_not_guessed(kinds, is_known):
+    """torch_dist lists no members of groups."""
+    params = {"decoder.layers.0.mlp.linear_fc1.weight": (8, 4), "decoder.final_norm.weight": (4,)}
+    args = Arguments("args", {})
+    reason = explain_unassigned(kinds, params, args, load_table("megatron"))
+    assert (reason == "") == is_known
 
 
 def test_one_layer_of_mtp_may_stand_for_several(new, tmp_path):

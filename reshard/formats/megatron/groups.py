@@ -138,13 +138,12 @@ def explain_unassigned(
     """Return why the rules do not tell which group each parameter is in; empty if they do.
 
     Args:
-        groups: the stored groups, which do not list their members; without any there is no reason.
+        groups: the stored groups, which do not list their members.
     """
     kinds = [classify_group(group, args) for group in groups]
-    if not kinds:
-        return ""
+    # A kind of the model may have no group, if all of its parameters are frozen.
     wanted = {classify_param(fqn, shape, args, table) for fqn, shape in params.items()}
     is_strange = any(k.schedule != _DEFAULT and k not in wanted for k in kinds)
-    if len(set(kinds)) == len(kinds) and wanted <= set(kinds) and not is_strange:
+    if len(set(kinds)) == len(kinds) and not is_strange:
         return ""
     return "they are not those that Megatron makes of this model, and do not list their members"
