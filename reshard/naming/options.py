@@ -18,6 +18,10 @@ if TYPE_CHECKING:
 Names = Literal["source", "hf", "module"]
 
 
+def _always(_manifest: Manifest) -> bool:
+    return True
+
+
 def _no_spelling(_manifest: Manifest) -> None:
     return None
 
@@ -27,7 +31,8 @@ class ModelNames:
     """How the parameter names of a format may differ from the names of Hugging Face's model.
 
     Args:
-        may_differ: returns whether a checkpoint may have other names than Hugging Face's.
+        may_differ: returns whether a checkpoint may have other names than Hugging Face's; all may
+            by default.
         describe: returns what a checkpoint states about its model; None if it states nothing.
         spelling: returns the spelling of a table's names in a checkpoint; None: the usual one.
         table: name of the table of the format's own names.
@@ -37,8 +42,8 @@ class ModelNames:
             load other layouts do not have.
     """
 
-    may_differ: Callable[[Manifest], bool]
     describe: Callable[[Manifest], Traits | None]
+    may_differ: Callable[[Manifest], bool] = _always
     spelling: Callable[[Manifest], str | None] = _no_spelling
     table: str = "megatron"
     family: Callable[[Traits], Family] | None = None

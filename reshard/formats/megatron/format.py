@@ -299,9 +299,7 @@ FORMAT = Format(
     sources={
         NAME: Source(
             writer=NAME,
-            names=ModelNames(
-                may_differ=lambda _: True, describe=_describe_model, of_own_models=True
-            ),
+            names=ModelNames(describe=_describe_model, of_own_models=True),
             name_own_parts=_name_extra_states,
             translate=_translate,
         )

@@ -119,12 +119,7 @@ FORMAT = Format(
     sources={
         NAME: Source(
             writer=NAME,
-            names=ModelNames(
-                may_differ=lambda _: True,
-                describe=_describe_model,
-                table=NAME,
-                family=_get_family,
-            ),
+            names=ModelNames(describe=_describe_model, table=NAME, family=_get_family),
         )
     },
     writers=(Meta(),),
