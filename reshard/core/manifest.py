@@ -247,9 +247,10 @@ class Origin:
 
 @dataclass(frozen=True, slots=True)
 class UnnamedOptimizer:
-    """Why nothing states which parameters the states of an optimizer belong to.
+    """Why the states of an optimizer cannot be assigned to parameters.
 
     Args:
+        reason: what is missing, or what form the states have.
         model: the description of the model that was tried; empty if there was none.
         advice: what to do, if a description of the model does not help.
     """

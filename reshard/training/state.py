@@ -318,20 +318,20 @@ def refuse_without_optimizer(
 
 
 def build_unnamed_error(manifest: Manifest, otherwise: str = "") -> IncompleteError:
-    """Return the error for an optimizer whose states belong to unknown parameters.
+    """Return the error for an optimizer whose states cannot be assigned to parameters.
 
     Args:
         otherwise: what else the user can do.
     """
     which = some(manifest.unnamed_optimizers, 1)
     which, unnamed = f"an optimizer ({which})" if which else "an optimizer", manifest.unnamed
-    advice = _NAME_MODEL
+    reason, advice = "no file states to which ones they belong", _NAME_MODEL
     if unnamed is not None:
+        reason = unnamed.reason
         advice = unnamed.advice or (_TRY_ANOTHER if unnamed.model else _NAME_MODEL)
     return IncompleteError(
         manifest.origin.path,
-        f"contains {which}, but no file states which parameters its states belong to"
-        + (f": {unnamed.reason}" if unnamed else ""),
+        f"contains {which} whose states cannot be assigned to parameters: {reason}",
         advice + otherwise,
     )
 

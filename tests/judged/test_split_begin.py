@@ -201,7 +201,7 @@ def test_a_source_without_an_optimizer_names_both_choices(weights, tmp_path):
 
 def test_an_optimizer_by_index_asks_for_the_model(libraries, tmp_path):
     """Not for one that begins: the source has one, and with the model it is carried."""
-    with pytest.raises(IncompleteError, match="which parameters its states belong to") as caught:
+    with pytest.raises(IncompleteError, match="cannot be assigned to parameters") as caught:
         reshard.split(libraries / "acc_ddp/ckpt", tmp_path / "out", world_size=3)
     assert "--model" in caught.value.remedy
     assert "zeros" not in caught.value.remedy
