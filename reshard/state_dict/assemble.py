@@ -389,8 +389,14 @@ def _resolve_fairscale(
 def _sort_weights(
     weights: Mapping[str, GlobalTensor], model: ModelShapes
 ) -> dict[str, GlobalTensor]:
-    """Return the weights in the order of the model, further ones at the end."""
+    """Return the weights in the order of the model.
+
+    Others, such as buffers, come at the end, or stay in their places if the order is right already.
+    """
     position = {fqn: index for index, fqn in enumerate(model.parameters)}
+    found = [position[fqn] for fqn in weights if fqn in position]
+    if found == sorted(found):
+        return dict(weights)
     return dict(sorted(weights.items(), key=lambda item: position.get(item[0], len(position))))
 
 
