@@ -259,7 +259,7 @@ def test_a_model_beside_the_checkpoints_of_its_run_is_not_the_whole_run(tmp_path
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is")
 def test_files_that_xtuner_keeps_beside_its_weights_are_reported(tmp_path):
-    """Its ``v1`` saves them without a suffix, in the folder above the tensors."""
+    """Check files that its ``v1`` saves without a suffix, in the folder above the tensors."""
     run = tmp_path / "20261127" / "checkpoints" / "ckpt-step-2"
     dcp.save(state(2), checkpoint_id=run / "weights")
     torch.save({"last_epoch": 2}, run / "lr_scheduler")

@@ -165,6 +165,7 @@ class OptimizerStates:
     root: dict[str, Any]
     rank: int
     ds_version: str
+    _decoded: dict[int, dict[str, Any]] = field(init=False, repr=False, default_factory=dict)
 
     @property
     def is_stage_3(self) -> bool:
@@ -186,9 +187,10 @@ class OptimizerStates:
         """
         states = self.root.get("base_optimizer_state")
         if self.is_stage_3 or not isinstance(states, (list, tuple)):
-            return moments.decode_state(
-                flatten_state(self.optimizer.get("state", {}).get(index) or {})
-            )
+            if index not in self._decoded:  # several readers ask for it
+                stored = self.optimizer.get("state", {}).get(index) or {}
+                self._decoded[index] = moments.decode_state(flatten_state(stored))
+            return self._decoded[index]
         if index >= len(states):
             raise CorruptError(
                 self.file.path,

@@ -232,15 +232,13 @@ def build_is_divided(state: WritableState, model: ModelShapes | None) -> Callabl
     by_fsdp = cache(lambda: _is_sharded_by_fsdp(state))
     ranks = _count_ranks_of_stage(state)
 
-    def is_whole(weight: Weight) -> bool:
-        return _is_stored_whole(weight, ranks)
-
     def divided(weight: Weight) -> bool:
         if not weight.shape or weight.is_buffer:
             return False
         # As a parameter of an FSDP unit, several ranks would have blocks of it.
         is_dtensor = weight.fqn in state.manifest.placements
-        if weight.shape[0] > 1 and not is_dtensor and is_whole(weight) and by_fsdp():
+        may_be_ignored = weight.shape[0] > 1 and not is_dtensor
+        if may_be_ignored and _is_stored_whole(weight, ranks) and by_fsdp():
             return False
         if model is not None:
             return _is_parameter(model, weight.fqn)

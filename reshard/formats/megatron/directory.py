@@ -73,8 +73,7 @@ def detect(location: Location) -> bool:
         is_part = _is_rank_folder(folder) or (_is_part(location.chosen) and is_whole)
         return is_part or is_local(location)
     is_recognized = is_dist(location) or is_zarr(location) or is_fsdp(location)
-    is_recognized = is_recognized or is_local(location)
-    is_recognized = is_recognized or _is_rank_folder(location)
+    is_recognized = is_recognized or is_local(location) or _is_rank_folder(location)
     return is_recognized or bool(list_rank_folders(location)) or bool(list_parts(location))
 
 

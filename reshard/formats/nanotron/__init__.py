@@ -8,7 +8,7 @@
     stages      the parameters of each pipeline stage, of the source and of other grids
     costs       the stage that nanotron gives a block, by its cost
     layout      facts about the run beside its state: how parameters are cut, who trains them
-    model       the traits of the run's model, by which transformers has the same
+    model       the traits of the run's model, from which its Hugging Face family follows
     begin       the run that a state of another framework becomes
     choice      the requested run, and refusals of what cannot be written
     writer      the files of other ranks

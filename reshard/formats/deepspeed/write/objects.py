@@ -42,6 +42,13 @@ def make_fragment_address(numel: int, start: int) -> Call:
     return Call(name, (), {"numel": numel, "start": start})
 
 
+def make_step_state(
+    count: float | None, hyper: Mapping[str, Any], slots: Collection[str]
+) -> dict[str, Any]:
+    """Return the part of an optimizer's state that has the step counter; empty without a count."""
+    return {} if count is None else {"step": make_step_counter(count, hyper, slots)}
+
+
 def make_step_counter(count: float, hyper: Mapping[str, Any], slots: Collection[str]) -> Slot | int:
     """Return a step counter as the group's optimizer keeps it.
 

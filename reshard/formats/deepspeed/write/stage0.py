@@ -26,7 +26,7 @@ from reshard.formats.deepspeed.write.flat_tensors import (
 from reshard.formats.deepspeed.write.objects import (
     is_deepspeed_optimizer,
     make_scaler_keys,
-    make_step_counter,
+    make_step_state,
 )
 from reshard.formats.deepspeed.write.spec import OutputSpec
 from reshard.state_dict import nested_slots, optimizer_names, torch_state_dict
@@ -76,9 +76,7 @@ def _build_by_parameter(spec: OutputSpec) -> dict[str, Any]:
 def _build_state(member: TrainedParameter, group: TrainedGroup) -> dict[str, Any]:
     if not member.slots:
         return {}
-    state: dict[str, Any] = {}
-    if member.step is not None:
-        state["step"] = make_step_counter(member.step, group.hyper, member.slots)
+    state = make_step_state(member.step, group.hyper, member.slots)
     return nested_slots.unflatten(
         state | {name: build_whole_tensor(slot, slot.dtype) for name, slot in member.slots.items()}
     )
@@ -91,9 +89,7 @@ def _build_by_group(spec: OutputSpec) -> dict[str, Any]:
     for number, group in enumerate(spec.groups):
         count = find_common_step(group.members, group.hyper, path)
         dtypes = collect_slot_dtypes(group.members)
-        state: dict[str, Any] = {}
-        if count is not None:
-            state["step"] = make_step_counter(count, group.hyper, dtypes)
+        state = make_step_state(count, group.hyper, dtypes)
         runs, numel = concatenate(group.members)
         for name, dtype in dtypes.items():
             state[name] = build_flat_tensor(dtype, numel, runs, pick_slot(name))

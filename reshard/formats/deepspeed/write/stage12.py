@@ -36,7 +36,7 @@ from reshard.formats.deepspeed.write.objects import (
     make_fragment_address,
     make_scaler_object,
     make_stage_enum,
-    make_step_counter,
+    make_step_state,
 )
 from reshard.formats.deepspeed.write.spec import OutputSpec
 from reshard.state_dict import nested_slots
@@ -120,9 +120,7 @@ class _WrittenGroup:
         """Return what one rank holds, by its position among the ranks that share the group."""
         runs = list(self._cut_runs(position))
         padding = min(max((position + 1) * self._numel - self._end, 0), self._numel)
-        state: dict[str, Any] = {}
-        if self._step is not None:
-            state["step"] = make_step_counter(self._step, self._group.hyper, self._dtypes)
+        state = make_step_state(self._step, self._group.hyper, self._dtypes)
         inside, numel = runs, self._numel
         if _keeps_whole_momenta(self._spec, self._group):
             inside, numel = concatenate(run.member for run in runs)

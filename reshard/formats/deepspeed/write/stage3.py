@@ -28,7 +28,7 @@ from reshard.formats.deepspeed.write.flat_tensors import (
 from reshard.formats.deepspeed.write.objects import (
     make_scaler_object,
     make_stage_enum,
-    make_step_counter,
+    make_step_state,
 )
 from reshard.formats.deepspeed.write.spec import OutputSpec
 from reshard.layouts.partition import compute_equal_piece
@@ -77,9 +77,7 @@ def _make_state(
     """
     inside, numel = runs
     dtypes = collect_slot_dtypes(group.members)
-    state: dict[str, Any] = {}
-    if count is not None:
-        state["step"] = make_step_counter(count, group.hyper, dtypes)
+    state = make_step_state(count, group.hyper, dtypes)
     for name, dtype in dtypes.items():
         state[name] = build_flat_tensor(dtype, numel, inside, pick_slot(name))
     has_state = any(member.slots for member in members)
