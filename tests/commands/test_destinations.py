@@ -71,6 +71,29 @@ def test_a_destination_called_checkpoint_n_is_the_checkpoint(tmp_path, name, ins
     assert reshard.inspect(tmp_path / name).manifest.train.step == 3
 
 
+@pytest.mark.parametrize(
+    ("to", "format_name", "more"),
+    [
+        ("dcp", "dcp", {}),
+        ("fsdp", "accelerate", {"state_dict_type": "sharded"}),
+        ("fsdp2", "fsdp", {}),
+        ("verl", "verl", {}),
+        ("torch", "torch", {}),
+    ],
+)
+def test_a_copied_trainer_state_does_not_make_a_run_of_the_trainer(tmp_path, to, format_name, more):
+    """Name the layout that was written, and keep it in a second split."""
+    options = {"to": "hf-trainer", "world_size": 2, "state_dict_type": "full"}
+    reshard.split(trained(tmp_path / "x.pt"), tmp_path / "run", **options)
+    assert reshard.inspect(tmp_path / "run").manifest.origin.format == "hf-trainer"
+    reshard.split(tmp_path / "run", tmp_path / "out", to=to, world_size=2, **more)
+    assert (tmp_path / "out" / "trainer_state.json").is_file()
+    assert reshard.inspect(tmp_path / "out").manifest.origin.format == format_name
+    if to != "torch":  # which needs --to
+        reshard.split(tmp_path / "out", tmp_path / "again", world_size=1)
+        assert not list((tmp_path / "again").glob("checkpoint-*"))
+
+
 def test_a_directory_without_a_config_is_told_of(plain, tmp_path):
     report = reshard.merge(plain, tmp_path / "out")
     assert any("--hf-dir" in text and "config.json" in text for text in report.warnings)

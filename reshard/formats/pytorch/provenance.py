@@ -16,6 +16,12 @@ from reshard.training import trainer_run
 from reshard.training.trainer_run import TrainerRun
 
 _RANDOM = re.compile(r"rng_state|random_states")  # ranks save these beside whole files too
+# Names that HF Trainer gives no file of a checkpoint: those of DCP, Accelerate, verl, and of this
+# project's writers. `split` copies ``trainer_state.json`` beside them.
+_NOT_OF_TRAINER = re.compile(
+    r"\.metadata|.*\.distcp|scheduler\.bin|random_states_\d+\.pkl|checkpoint\.pt"
+    r"|(model|optim|extra_state)_.*rank_?\d+\.pt"
+)
 _STEP = re.compile(r"(?:global_|epoch_\d+_)?step[-_]?(\d+)")
 
 
@@ -52,7 +58,7 @@ def detect_framework(location: Location, parsed: ParsedTree, run: TrainerRun | N
     # uses Accelerate's, torchtitan DCP's).
     signs = {
         trainer_run.NAME: run is not None,
-        "hf-trainer": TRAINER_STATE in present,
+        "hf-trainer": TRAINER_STATE in present and not any(map(_NOT_OF_TRAINER.fullmatch, present)),
         "verl": any(re.match(r"model_world_size_\d+_rank_\d+\.pt", name) for name in present),
         "lightning": "pytorch-lightning_version" in root or "meta.pt" in present,
         "accelerate": any(re.match("random_states_|pytorch_model_fsdp", name) for name in present),
