@@ -77,8 +77,8 @@ def describe_or_explain(
         return traits, ""
     return None, (
         "the output has the names of the source, which transformers does not load:"
-        f" {manifest.origin.path} does not have the arguments of the run; pass the model's config"
-        " with --hf-dir DIR (merge) or --model DIR"
+        f" {manifest.origin.path} does not state a model that reshard knows; pass its config with"
+        " --hf-dir DIR (merge) or --model DIR"
     )
 
 

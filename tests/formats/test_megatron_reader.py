@@ -647,7 +647,7 @@ def test_a_config_states_the_model_of_a_run_without_arguments(tmp_path, monkeypa
     shutil.copytree(DIST / STEP, actor / "dist_ckpt")
     (run / "latest_checkpointed_iteration.txt").write_text("3")
     report = reshard.merge(run, tmp_path / "unknown")
-    assert any("does not have the arguments of the run" in note for note in report.changes)
+    assert any("does not state a model" in note for note in report.changes)
     (actor / "huggingface").mkdir()
     (actor / "huggingface" / "config.json").write_text('{"model_type": "bert"}')
     for name in ("other", "other.safetensors"):

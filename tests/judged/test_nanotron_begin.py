@@ -110,7 +110,7 @@ def test_a_run_becomes_the_model_of_transformers(published, tmp_path):
     reshard.merge(run, tmp_path / "model")
     model = LlamaForCausalLM.from_pretrained(tmp_path / "model")
     assert is_same(dict(model.state_dict()), dict(wanted["model"]))
-    reshard.split(run, tmp_path / "state.pt", to="torch", names="hf")
+    reshard.split(run, tmp_path / "state.pt", to="torch")
     with reshard.open(tmp_path / "state.pt") as checkpoint:
         for slot in SLOTS:
             held = checkpoint.optimizer(slot)
@@ -124,6 +124,8 @@ def test_a_model_that_transformers_lacks_keeps_its_names(tmp_path):
     path.write_text(json.dumps({**json.loads(path.read_text()), "no_rope_layer": 2}))
     report = reshard.merge(tmp_path / "run", tmp_path / "model")
     assert any("layers without rotary positions" in text for text in report.changes)
+    report = reshard.split(tmp_path / "run", tmp_path / "state.pt", to="torch")
+    assert any("layers without rotary positions" in text for text in report.derived)
     with pytest.raises(UnsupportedError, match="no_rope_layer"):
         reshard.merge(tmp_path / "run", tmp_path / "again", names="hf")
 

@@ -109,7 +109,9 @@ FORMAT = Format(
     sources={
         NAME: Source(
             writer=NAME,
-            names=ModelNames(describe=_describe_model, table=NAME, family=_get_family),
+            names=ModelNames(
+                describe=_describe_model, table=NAME, family=_get_family, of_own_models=True
+            ),
         )
     },
     writers=(Nanotron(),),
