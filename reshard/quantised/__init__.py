@@ -2,6 +2,7 @@
 
 statement    what the files of a model state about its quantisation
 pairs        the codes and scales of each weight, with their geometry checked; its values
+scale_names  names of scales, which tell them from weights
 scaled       the geometry: where codes and scales are, and which belong together
 decode       the arithmetic of dequantisation, with numpy
 encode       the arithmetic of quantisation

@@ -11,16 +11,15 @@ from math import prod
 
 from reshard.core.box import Index, whole
 from reshard.core.chunks import Chunk, contiguous
-from reshard.core.dtypes import BFLOAT16, BY_NAME, E4M3, E5M2, E8M0, FLOAT16, FLOAT32, UINT8
+from reshard.core.dtypes import BFLOAT16, E8M0, FLOAT16, FLOAT32, UINT8
 from reshard.core.manifest import PARAM, Entry, Manifest, Quantisation
 from reshard.errors import CorruptError, IncompleteError, UnsupportedError
+from reshard.quantised.scale_names import CODE_DTYPES, FLOAT8, PACKED, name_scales
 from reshard.quantised.scaled import Scaled
 from reshard.system.derived import Derived, Reader
 
-_FLOAT8 = (E4M3, E5M2)
 _EXPONENTS = (UINT8, E8M0)
 _SCALES = (FLOAT32, BFLOAT16, FLOAT16, *_EXPONENTS)
-_PACKED = BY_NAME["int8"]  # two e2m1 codes: the experts of DeepSeek V4
 _FUSED = "gate_up_proj"  # transformers concatenates a gate's blocks and those of its up projection
 _GROUP = 32  # values of an MXFP4 block; OCP Microscaling Formats 1.0
 # Scales of activations and of the cache of keys and values, which weights do not depend on.
@@ -156,9 +155,9 @@ def _find_fp8(
     for fqn, codes in entries.items():
         if fqn.endswith(_UNUSED):
             continue
-        scales = next((entries[name] for name in _name_scales(fqn) if name in entries), None)
-        packed = codes.dtype == _PACKED and scales is not None and scales.dtype in _EXPONENTS
-        if codes.dtype in _FLOAT8 or packed:
+        scales = next((entries[name] for name in name_scales(fqn) if name in entries), None)
+        packed = codes.dtype == PACKED and scales is not None and scales.dtype in _EXPONENTS
+        if codes.dtype in FLOAT8 or packed:
             if scales is None:
                 raise IncompleteError(
                     manifest.origin.path,
@@ -179,17 +178,6 @@ def _find_fp8(
 def _is_left(entry: Entry) -> bool:
     """Return whether an entry that is not in a pair should be in one."""
     return entry.dtype.family == "float8" or entry.fqn.endswith(("_scale_inv", "weight_scale"))
-
-
-def _name_scales(fqn: str) -> Iterator[str]:
-    """Yield the names that the scales of a weight can have.
-
-    The first is DeepSeek V3's; then vLLM's for one scale per tensor, DeepSeek V4's and Mistral's.
-    """
-    yield f"{fqn}_scale_inv"
-    if fqn.endswith(".weight"):
-        stem = fqn.removesuffix("weight")
-        yield from (f"{fqn}_scale", f"{stem}scale", f"{stem}qscale_weight")
 
 
 def _pair_fp8(codes: Entry, scales: Entry, stated: Quantisation, *, packed: bool) -> QuantisedPair:
@@ -357,7 +345,7 @@ def find_evidence(manifest: Manifest) -> Entry | None:
 
 def _is_evidence(entry: Entry, entries: Mapping[str, Entry]) -> bool:
     fqn = entry.fqn
-    if entry.dtype in (*_FLOAT8, _PACKED) and not entries.keys().isdisjoint(_name_scales(fqn)):
+    if entry.dtype in CODE_DTYPES and not entries.keys().isdisjoint(name_scales(fqn)):
         return True
     if entry.dtype == UINT8 and fqn.endswith(_ENDS[0]):
         return fqn.removesuffix(_ENDS[0]) + _ENDS[1] in entries

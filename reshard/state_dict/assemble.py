@@ -21,7 +21,6 @@ from reshard.core.manifest import (
     Origin,
     SourceFile,
     TrainState,
-    find_most_common_dtype,
     index_entries,
 )
 from reshard.errors import (
@@ -35,6 +34,7 @@ from reshard.errors import (
 from reshard.model import ModelHint, ModelShapes
 from reshard.model.adapter_names import find_parts, find_trained_names
 from reshard.model.norm_buffers import find_norm_buffers
+from reshard.quantised.scale_names import find_precision
 from reshard.state_dict import (
     flat_params,
     leaves,
@@ -129,7 +129,7 @@ def build_manifest(
             origin,
             mesh=origin.mesh or {"world": parsed.world},
             device=_find_device(parts.model.values()),
-            precision=origin.precision or find_most_common_dtype(e.dtype for e in entries.values()),
+            precision=origin.precision or find_precision(entries.values()),
         ),
         entries=index_entries(all_entries),
         files=_add_step_claims(parsed.files, read),

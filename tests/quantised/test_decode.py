@@ -267,7 +267,8 @@ def test_without_a_dtype_codes_and_scales_are_copied(mixed, tmp_path):
     source, _ = mixed
     for given in ({}, {"dtype": "keep"}):
         out = tmp_path / f"out{len(given)}"
-        reshard.merge(source, out, **given)
+        report = reshard.merge(source, out, **given)
+        assert report.trained_in == "bfloat16"
         shards = [load_file(path) for path in sorted(source.glob("*.safetensors"))]
         got = load_file(out / "model.safetensors")
         stored = {name: t for shard in shards for name, t in shard.items()}

@@ -16,7 +16,6 @@ from reshard.core.manifest import (
     Manifest,
     Origin,
     SourceFile,
-    find_most_common_dtype,
     index_entries,
 )
 from reshard.errors import (
@@ -35,6 +34,7 @@ from reshard.formats.huggingface.directory import (
     is_whole_set,
     list_other_weights,
 )
+from reshard.quantised.scale_names import find_precision
 from reshard.quantised.statement import find_statement
 from reshard.system.files import read_small_file
 from reshard.system.threads import map_files
@@ -194,7 +194,7 @@ def _build_manifest(
             path=str(path),
             detail=f"{len(sources)} file{'s' if len(sources) != 1 else ''}",
             mesh={"world": 1},
-            precision=find_most_common_dtype(entry.dtype for entry in entries),
+            precision=find_precision(entries),
         ),
         entries=index_entries(entries),
         files=sources,
