@@ -80,24 +80,31 @@ def _refuse_unstated(manifest: Manifest) -> None:
         )
 
 
-def refuse_rounded_scales(manifest: Manifest, dtype: str) -> None:
+def refuse_rounded_scales(manifest: Manifest, dtype: str, method: str = "") -> None:
     """Refuse another dtype for a training checkpoint whose base is quantised, as that of QLoRA.
 
     Codes are never cast: rounded scales would not fit them.
 
+    Args:
+        method: the method of quantisation that config.json states; empty if it states none.
+
     Raises:
-        UsageError: a part of a quantised weight is among the weights.
+        UsageError: a part of a quantised weight is among the weights, or a method is stated.
     """
     from reshard.quantised.pairs import find_evidence
 
-    entry = find_evidence(manifest)
-    if entry is not None:
-        raise UsageError(
-            f"--dtype {dtype}",
-            f"{entry.fqn!r} ({entry.dtype}) is part of a quantised weight, whose scales would be"
-            " rounded, but not its codes",
-            "leave out --dtype",
-        )
+    entry = None if method else find_evidence(manifest)
+    if method:
+        how = f"config.json states that the model is quantised ({method})"
+    elif entry is not None:
+        how = f"{entry.fqn!r} ({entry.dtype}) is part of a quantised weight"
+    else:
+        return
+    raise UsageError(
+        f"--dtype {dtype}",
+        f"{how}: scales would be rounded, but not the codes",
+        "leave out --dtype: codes in a training checkpoint are not dequantised",
+    )
 
 
 def decode_moments(conversion: StateConversion) -> StateConversion:

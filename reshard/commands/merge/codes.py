@@ -132,26 +132,12 @@ def _note_rounded(merge: Merge) -> Iterator[str]:
 def _refuse_rounded_scales(merge: Merge) -> None:
     """Check that ``--dtype`` does not round the scales of codes in a training checkpoint.
 
-    Codes are integers, which are never cast: rounded scales would not fit them.
-
     Raises:
         UsageError: a tensor of a quantised model would be cast.
     """
     dtype, how = merge.options.dtype, (merge.companions.config or {}).get(QUANTISED)
-    cast = [entry.fqn for entry, written in merge.weights.tensors if entry.dtype != written]
-    unstated = _find_unstated(merge) if dtype and cast else None
-    if unstated is not None:
-        raise UsageError(
-            f"--dtype {dtype}",
-            f"{unstated.fqn!r} ({unstated.dtype}) is part of a quantised weight: --dtype would"
-            f" round {cast[0]}, which may scale the codes, but not the codes",
-            "leave out --dtype: codes in a training checkpoint are not dequantised",
-        )
-    if dtype and how and cast:
+    is_cast = any(entry.dtype != written for entry, written in merge.weights.tensors)
+    if dtype and is_cast and (how or _find_unstated(merge)):
         method = how.get("quant_method") if isinstance(how, dict) else None
-        raise UsageError(
-            f"--dtype {dtype}",
-            f"config.json states that the model is quantised ({method or 'no method given'}):"
-            f" --dtype would round {cast[0]}, but not the codes that it scales",
-            "leave out --dtype: codes in a training checkpoint are not dequantised",
-        )
+        stated = (method or "no method given") if how else ""
+        values.refuse_rounded_scales(merge.manifest, dtype, stated)
