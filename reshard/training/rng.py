@@ -27,7 +27,7 @@ from reshard.core.manifest import SourceFile
 from reshard.errors import CorruptError, UnsafeError, UnsupportedError
 from reshard.system.files import SourceFiles
 from reshard.system.paths import as_path
-from reshard.system.threads import map_files, map_files_by_key
+from reshard.system.threads import map_files
 
 _WORDS = 624  # of 32 bits; Python stores a Mersenne Twister's position behind them
 _MAX_BYTES = 1 << 20  # of one generator's state; torch's on the CPU has 5056
@@ -92,13 +92,13 @@ def read(paths: Iterable[str]) -> tuple[RankRng, ...]:
         return tuple(map_files(paths, lambda path: _read(_open(path), pool)))
 
 
-def describe_files(paths: Iterable[str]) -> dict[str, SourceFile]:
+def describe_files(paths: Sequence[str]) -> dict[str, SourceFile]:
     """Describe the files of random states, with what they state about themselves.
 
     Raises:
         CorruptError: a file is damaged.
     """
-    return map_files_by_key({path: path for path in paths}, lambda path: _open(path).source())
+    return dict(zip(paths, map_files(paths, lambda path: _open(path).source()), strict=True))
 
 
 def has_states(path: str) -> bool:

@@ -38,7 +38,7 @@ from reshard.formats.nanotron.slices import RankPart
 from reshard.formats.nanotron.stages import Stage
 from reshard.state_dict.plain_values import to_plain
 from reshard.system.files import SourceFiles
-from reshard.system.threads import map_files_by_key
+from reshard.system.threads import map_files
 from reshard.units import counted, make_natural_key
 
 _TENSOR = "data"
@@ -54,8 +54,8 @@ def read(location: Location) -> Manifest:
         UnsupportedError: the checkpoint has an unknown variant of the format.
     """
     listed = directory.list_files(directory.locate(location) or location)
-    paths = {rank.path: rank.path for ranks in listed.weights.values() for rank in ranks}
-    opened = map_files_by_key(paths, safetensors.read)
+    paths = [rank.path for ranks in listed.weights.values() for rank in ranks]
+    opened = dict(zip(paths, map_files(paths, safetensors.read), strict=True))
     parts: dict[str, dict[tuple[int, int], RankPart]] = {}
     cuts: dict[str, ParameterCut | None] = {}
     weights = {fqn: _read_weight(listed, fqn, opened, parts, cuts) for fqn in listed.weights}
