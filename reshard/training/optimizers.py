@@ -149,7 +149,15 @@ ROWS = (
         matrices=("precond_0", "precond_1", "inv_precond_0", "inv_precond_1", "GG", "Q"),
     ),
 )
-NEVER_NEGATIVE = frozenset(name for row in ROWS for name in row.never_negative)
+# bitsandbytes 0.50 ``optim/optimizer.py``: every ``Optimizer2State`` has a mean of squares in
+# ``state2``, in float32 or as codes: the scales of all codes are largest magnitudes.
+_OF_BITSANDBYTES = ("state2", "absmax1", "absmax2", "qmap2")
+NEVER_NEGATIVE = frozenset(
+    [
+        *(name for row in ROWS for name in row.never_negative),
+        *(f"{prefix}{name}" for prefix in ("", BITSANDBYTES) for name in _OF_BITSANDBYTES),
+    ]
+)
 """Slots that are sums, means or maxima of squares or magnitudes."""
 
 MATRICES = frozenset(name for row in ROWS for name in row.matrices)

@@ -55,7 +55,7 @@ def test_what_is_not_asked_for_follows(options, ranks, data):
     [
         (
             {"tp": 4, "pp": 4},
-            "8 ranks: are not a multiple of 16, the number of ranks of one copy of the model",
+            r"8 ranks: are not a multiple of 16.*\n.*pass --dp N, or --world-size 16$",
         ),
         ({"dp": 2, "world_size": 6}, "is not --dp 2 x 4 model-parallel ranks"),
         ({"ep": 4}, "does not divide the 2 data-parallel ranks"),
