@@ -20,7 +20,13 @@ NameGroups = list[list[str | None]]
 
 
 class AmbiguousError(Exception):
-    """The known shapes or sizes fit more than one assignment of numbers to parameters, or none."""
+    """The known shapes or sizes fit more than one assignment of numbers to parameters, or none.
+
+    Attributes:
+        advice: what to do, if no description of the model helps.
+    """
+
+    advice = ""
 
     def __init__(
         self,
@@ -30,6 +36,23 @@ class AmbiguousError(Exception):
     ) -> None:
         shown = ", ".join(fqns[:3]) + (" ..." if len(fqns) > 3 else "")
         super().__init__(f"these parameters {why}: {shown}")
+
+
+class UntrainedShapeError(AmbiguousError):
+    """The optimizer has states of a parameter that is not among the weights.
+
+    LLaMA-Factory saves the head of a reward model in a file of its own, for example.
+    """
+
+    def __init__(self, signs: Collection[Signature]) -> None:
+        by_dims = [sign for sign in signs if isinstance(sign, tuple)]
+        sign = max(by_dims, key=len) if by_dims else next(iter(signs))
+        what = f"shape {list(sign)}" if isinstance(sign, tuple) else f"{sign} elements"
+        Exception.__init__(
+            self, f"it has states of a parameter of {what}, which no weight that was read has"
+        )
+        if isinstance(sign, tuple) and len(sign) > 1:  # otherwise they may be of a flat parameter
+            self.advice = "save again with all parameters of the optimizer in one state dict"
 
 
 def name_groups(
@@ -160,12 +183,15 @@ def _match_by_signature(
     for fqn, sign in candidates.items():
         alike[sign].append(fqn)
     counts = [Counter(group) for group in groups]
-    for sign in set().union(*counts) - {None}:
+    stated = set().union(*counts) - {None}
+    if unknown := stated - alike.keys():
+        raise UntrainedShapeError(unknown)
+    for sign in stated:
         holders = [count[sign] for count in counts if count[sign]]
         # All candidates of this signature must be in one group. If some are in no group, or if two
         # groups share them, nothing shows which of them a member is.
         if holders != [len(alike[sign])]:
-            raise AmbiguousError(alike[sign] or [f"no parameter is {sign}"])
+            raise AmbiguousError(alike[sign])
     orders = {sign: iter(fqns) for sign, fqns in alike.items()}
     named = [[None if s is None else next(orders[s]) for s in group] for group in groups]
     in_order = [names for number, names in enumerate(named) if number not in by_shape]

@@ -380,8 +380,8 @@ def _add_numbered(
         members = [_list_members(group) for group in groups] or [list(state)]
         layout, names = identify_layout(state, members, known, stored)
     except AmbiguousError as reason:
-        parsed.why_unnamed = UnnamedOptimizer(str(reason), known.model)
-        advice = "" if known.model else _ASK
+        parsed.why_unnamed = UnnamedOptimizer(str(reason), known.model, reason.advice)
+        advice = "" if known.model or reason.advice else _ASK
         parsed.notes.append(
             f"the optimizer is stored by index, and {reason}; it is left out{advice}"
         )

@@ -43,9 +43,14 @@ def test_a_shape_in_two_groups_is_not_named():
         named([[(9, 4), (4, 4), (4,)], [(4, 4), (9, 4)]])
 
 
-def test_a_shape_that_no_parameter_has():
-    with pytest.raises(AmbiguousError, match=r"no parameter is \(7,\)"):
-        named([[(7,)]])
+@pytest.mark.parametrize(
+    ("signs", "shape", "is_flat"), [([(7,)], "7", True), ([(1,), (1, 7), (1,)], "1, 7", False)]
+)
+def test_a_shape_that_no_parameter_has(signs, shape, is_flat):
+    """Advise to save all parameters only if the state is not of a flat parameter."""
+    with pytest.raises(AmbiguousError, match=rf"a parameter of shape \[{shape}\]") as caught:
+        named([signs])
+    assert bool(caught.value.advice) != is_flat
 
 
 def test_without_an_order_only_what_looks_like_nothing_else_is_named():
