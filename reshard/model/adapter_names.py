@@ -189,6 +189,9 @@ def explain_separate(fqns: Iterable[str]) -> list[str]:
     own = [each for each in parts if each.role in TRAINED]
     if not own:
         return []
+    if is_of_loralib(own):
+        count = counted(len(own), "LoRA tensor")
+        return [f"{count} ({some([each.fqn for each in own])}) {NOT_OF_PEFT}: {MERGE_LORALIB}"]
     adapters = list(dict.fromkeys(each.adapter or DEFAULT for each in parts))
     kind = "LoRA tensor" if find_methods(own) == [LORA] else "adapter tensor"
     text = (
@@ -197,6 +200,25 @@ def explain_separate(fqns: Iterable[str]) -> list[str]:
         f" {' or '.join(adapters)} to write one adapter for PeftModel.from_pretrained"
     )
     return [text]
+
+
+NOT_OF_PEFT = "have the names of LitGPT and loralib, which PEFT does not load"
+MERGE_LORALIB = "merge the adapter with the library that trained it first (litgpt merge_lora DIR)"
+
+
+def is_of_loralib(parts: Sequence[AdapterPart]) -> bool:
+    """Return whether the tensors are LoRA's, but parameters of the layer as in loralib and LitGPT.
+
+    PEFT's are weights of modules; AdaLoRA's are parameters, too, but have singular values.
+
+    >>> is_of_loralib(find_parts(["h.attn.lora_A", "h.attn.lora_B"]))
+    True
+    >>> is_of_loralib(find_parts(["h.attn.lora_A.weight", "h.attn.lora_B.weight"]))
+    False
+    """
+    matrices = [each for each in parts if each.role in METHODS[LORA][0]]
+    are_parameters = all(each.fqn.endswith(f".{each.role}") for each in matrices)
+    return bool(matrices) and are_parameters and find_methods(parts) == [LORA]
 
 
 def find_methods(parts: Iterable[AdapterPart]) -> list[str]:

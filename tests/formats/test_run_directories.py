@@ -83,6 +83,27 @@ def test_the_last_of_a_run_is_taken_or_the_one_that_is_named(names, inside, tmp_
     assert_is_of(2, tmp_path / names[0])
 
 
+@pytest.mark.parametrize("suffix", ["lora", "adapter", "adapter_v2"])
+def test_an_adapter_of_litgpt_is_read_if_it_was_not_merged(tmp_path, suffix):
+    """LitGPT writes the merged model beside the last one, under the name of a whole model."""
+    names = [f"transformer.h.0.attn.qkv.lora_{part}" for part in "AB"]
+    for name in ("step-000002", "final"):
+        (tmp_path / name).mkdir()
+        torch.save(
+            {"model": {name: torch.ones(2, 2) for name in names}},
+            tmp_path / name / f"lit_model.pth.{suffix}",
+        )
+    torch.save({"model": {"merged": torch.ones(3)}}, tmp_path / "final" / "lit_model.pth")
+    with reshard.open(tmp_path / "step-000002") as checkpoint:
+        assert checkpoint.keys() == set(names)
+    with reshard.open(tmp_path / "final") as checkpoint:
+        assert checkpoint.keys() == {"merged"}
+    report = reshard.merge(tmp_path / "step-000002", tmp_path / "out")
+    assert any("litgpt merge_lora DIR" in text for text in report.warnings)
+    with pytest.raises(UnsupportedError, match="which PEFT does not load"):
+        reshard.merge(tmp_path / "step-000002", tmp_path / "adapter", adapter="default")
+
+
 @pytest.mark.filterwarnings("ignore:torch.distributed is")
 def test_nemo_automodel_saves_the_model_for_hugging_face_and_the_optimizer_as_items(tmp_path):
     """Automodel has names and writers of its own, and flattens the optimizer inside ``optim``."""

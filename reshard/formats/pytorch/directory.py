@@ -34,6 +34,10 @@ _STRONG = re.compile(  # a directory with one of these is a training checkpoint,
     r"|pytorch_model_fsdp(_\d+)?\.bin|random_states_\d+\.pkl|rng_state(_\d+)?\.pth|scaler\.pt"
     r"|((optim(izer)?|train(er|ing)?)[-_])?states?(_\d+)?\.(bin|pth?)"  # of scripts
 )
+# LitGPT 0.5 ``finetune/{lora,adapter,adapter_v2}.py``: the trained weights alone, which
+# ``merge_lora.py`` adds to the base in a ``lit_model.pth`` beside them.
+_LITGPT = "lit_model.pth"
+_LITGPT_ADAPTERS = tuple(f"{_LITGPT}{suffix}" for suffix in (".lora", ".adapter", ".adapter_v2"))
 _HF_SHARD = re.compile(r"-\d+-of-(\d+)\.bin$")
 _ARGUMENTS = "training_args"
 
@@ -189,7 +193,8 @@ def find_torch_files(location: Location) -> dict[str, Path]:
     torch_files = {}
     indexed = huggingface.find_index(location) is not None
     for name, path in location.files.items():
-        if path.suffix not in SUFFIXES or path.stem == _ARGUMENTS:
+        is_adapter = name in _LITGPT_ADAPTERS and _LITGPT not in location.files
+        if (path.suffix not in SUFFIXES and not is_adapter) or path.stem == _ARGUMENTS:
             continue
         shard = _HF_SHARD.search(name)
         # torchtune 0.4 to 0.6 names a whole model like a shard: ``model-00001-of-00001.bin``.

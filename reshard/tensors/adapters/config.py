@@ -32,7 +32,9 @@ from reshard.model.adapter_names import (
     IN,
     LORA,
     MAGNITUDE,
+    MERGE_LORALIB,
     METHODS,
+    NOT_OF_PEFT,
     OUT,
     PROMPTS,
     SAVED_MODULE,
@@ -43,6 +45,7 @@ from reshard.model.adapter_names import (
     AdapterPart,
     add_root,
     find_methods,
+    is_of_loralib,
     parse_part,
     strip_root,
 )
@@ -132,9 +135,11 @@ def _read(path: Path) -> AdapterConfig:
 
 def build_missing_error(
     where: object, parts: Sequence[AdapterPart], shapes: Mapping[str, Index]
-) -> IncompleteError:
+) -> IncompleteError | UnsupportedError:
     """Return the error for a missing configuration, with the values that the tensors reveal."""
     save = "write it in the training script: model.peft_config[NAME].save_pretrained(DIR)"
+    if is_of_loralib(parts):
+        return UnsupportedError(where, f"its LoRA tensors {NOT_OF_PEFT}", MERGE_LORALIB)
     if find_methods(parts) != [LORA]:
         return IncompleteError(where, f"there is no {FILE} beside it", f"{save}; add --hf-dir DIR")
     ranks = _read_ranks(parts, shapes)
