@@ -4,6 +4,7 @@ Readers parse headers, directories and pickles, never the elements of tensors. W
 out before the elements are read, so that `move` can copy them to their final offsets.
 
     torch_reader   files of ``torch.save``, also those from before torch 1.6
+    pickle_cache   pickles that many such files have in common
     torch_objects  tensors and storages in their pickles; numpy_arrays: numpy's arrays there
     torch_writer   files of ``torch.save``, without torch
     torch_detect   which files ``torch.save`` wrote

@@ -85,13 +85,16 @@ class Tensor:
         return self.storage.file, self.storage.key, self.offset, self.shape, self.strides
 
     @property
+    def byte_offset(self) -> int:
+        """Position of the first element in the file; an empty view may begin anywhere."""
+        offset = self.offset if self.numel else 0
+        return self.storage.byte_offset + offset * self.dtype.itemsize
+
+    @property
     def chunk(self) -> Chunk:
         """The whole tensor as one chunk of itself."""
-        size = self.dtype.itemsize
-        offset = self.offset if self.numel else 0  # an empty view may begin anywhere
-        start = self.storage.byte_offset + offset * size
-        strides = tuple(stride * size for stride in self.strides)
-        return Chunk(whole(self.shape), self.storage.file, start, strides, self.dtype)
+        strides = tuple(stride * self.dtype.itemsize for stride in self.strides)
+        return Chunk(whole(self.shape), self.storage.file, self.byte_offset, strides, self.dtype)
 
 
 @dataclass(slots=True)
@@ -105,6 +108,7 @@ class TorchFile:
     records: dict[str, Record] = field(default_factory=dict)  # storage key -> record
     archive: str = ""  # root name of the zip archive; empty for the older stream format
     stamp: Stamp | None = None  # not in `root`, from which the reader takes it
+    is_known: bool = False  # whether a file that was read before has an equal pickle
 
     def source(self) -> SourceFile:
         """Describe the file as a manifest lists it."""

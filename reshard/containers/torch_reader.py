@@ -11,11 +11,11 @@ Sources: torch 2.13 ``torch/serialization.py`` (``_save``, ``_legacy_save``),
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from reshard.containers import numpy_arrays
+from reshard.containers.pickle_cache import PickleCache
 from reshard.containers.pickles.unpickle import Unpickled, loads
 from reshard.containers.pickles.values import Builder
 from reshard.containers.torch_detect import LEGACY, ZIP
@@ -24,7 +24,6 @@ from reshard.containers.torch_objects import (
     TORCH_BUILDERS,
     Storages,
     StoredBuffer,
-    Tensor,
     TorchFile,
 )
 from reshard.containers.zip_reader import ZipMember, read_directory
@@ -32,8 +31,6 @@ from reshard.core import stamps
 from reshard.core.manifest import Record
 from reshard.errors import ALTERED, CorruptError, UnsupportedError, shown
 from reshard.system.files import Section, SourceFiles, get_size, refuse_lfs_pointer
-
-_DEEPEST = 16  # of containers in a pickle that `PickleCache` keeps
 
 
 def read(
@@ -55,10 +52,10 @@ def read(
     path = str(path)
     size = get_size(path)
     with SourceFiles() as files:
-        head = files.read(path, 0, min(size, 16))
+        section = Section(files, path, 0, size)
+        head = section.read(0, min(size, 16))
         if head.startswith(ZIP):
-            archive = Section(files, path, 0, size)
-            return read_archive(archive, builders=builders, cache=cache)
+            return read_archive(section, builders=builders, cache=cache)
         if head.startswith(LEGACY):
             return _read_stream(path, size, files, builders or {})
     refuse_lfs_pointer(path, head)
@@ -68,113 +65,6 @@ def read(
         + ("" if size else " (the file is empty)"),
         "it is truncated or another kind of file: fetch it again",
     )
-
-
-class PickleCache:
-    """Parses a pickle that many files have in common (ranks, parameters of one shape) once.
-
-    The positions of elements differ between files. So a pickle whose tensors have elements is kept
-    only if all of its tensors are in dicts, lists and tuples, in which they are easily replaced.
-    """
-
-    _MOST = 16  # pickles: enough for the devices of a node, or the shapes of a model
-
-    def __init__(self) -> None:
-        self._seen: dict[bytes, tuple[Unpickled, tuple[StoredBuffer, ...], set[int]]] = {}
-
-    def parse(
-        self, data: bytes, path: str, builders: Mapping[str, Builder], start: int
-    ) -> tuple[Unpickled, tuple[StoredBuffer, ...]]:
-        """Return the content of a pickle, not to be changed, and its storages without positions.
-
-        Args:
-            start: byte of the file at which the pickle begins.
-        """
-        if data in self._seen:
-            done, shared, holders = self._seen[data]
-            own = {
-                id(each): StoredBuffer(path, each.key, each.dtype, each.nbytes, views=each.views)
-                for each in shared
-            }
-            value = _replace_storages(done.value, own, holders, {})
-            return replace(done, value=value), tuple(own.values())
-        storages = Storages(path)
-        done = loads(data, where=path, builders={**TORCH_BUILDERS, **builders}, persistent=storages)
-        parsed = tuple(storages.by_key.values())
-        # The elements of arrays are in the pickle, at positions in this file, so it is not kept.
-        if numpy_arrays.has_arrays(done, parsed):
-            return replace(done, value=numpy_arrays.convert(done.value, path, start)), parsed
-        if len(self._seen) < self._MOST:
-            holders = set()
-            # A pickle of placeholders can have many of them.
-            is_bare = not any(each.nbytes for each in parsed) and not _is_simple(done.value)
-            tensors = frozenset() if is_bare else _find_tensors(done.value, holders, {})
-            if is_bare or len(tensors) == sum(each.views for each in parsed):
-                self._seen[data] = done, parsed, holders
-        return done, parsed
-
-
-def _is_simple(value: Any) -> bool:
-    """Return whether a value is a tensor, or a dict of tensors and plain values."""
-    values = value.values() if isinstance(value, dict) else (value,)
-    return all(isinstance(each, (Tensor, str, int, float, type(None))) for each in values)
-
-
-def _find_tensors(
-    value: Any, holders: set[int], seen: dict[int, frozenset[int]], depth: int = 0
-) -> frozenset[int]:
-    """Return the ids of the tensors that are in a value, or in dicts, lists and tuples in it.
-
-    Args:
-        value: the value.
-        holders: receives the ids of the tensors and of all values that hold them.
-        seen: what was found in the values before.
-        depth: how many values hold this one.
-    """
-    if id(value) in seen:
-        return seen[id(value)]
-    found: frozenset[int] = frozenset()
-    if type(value) is Tensor:
-        found = frozenset((id(value),))
-    elif type(value) in (dict, list, tuple) and depth < _DEEPEST:
-        # A value that holds itself gives an id too many, so the pickle is not kept.
-        seen[id(value)] = frozenset((id(value),))
-        each = value.values() if type(value) is dict else value
-        found = found.union(*(_find_tensors(item, holders, seen, depth + 1) for item in each))
-    seen[id(value)] = found
-    if found:
-        holders.add(id(value))
-    return found
-
-
-def _replace_storages(
-    value: Any, own: Mapping[int, StoredBuffer], holders: set[int], made: dict[int, Any]
-) -> Any:
-    """Return a copy of a value whose tensors use other storages; what holds none is not copied.
-
-    Args:
-        value: the value.
-        own: the id of each storage -> the other storage.
-        holders: what `_find_tensors` found.
-        made: the copies before: a value that is in two places has one copy.
-    """
-    key = id(value)
-    if key not in holders:
-        return value
-    if key in made:
-        return made[key]
-    copy: Any
-    if isinstance(value, dict):
-        made[key] = copy = {}
-        copy.update((k, _replace_storages(each, own, holders, made)) for k, each in value.items())
-    elif isinstance(value, list):
-        made[key] = copy = []
-        copy.extend(_replace_storages(each, own, holders, made) for each in value)
-    elif isinstance(value, tuple):
-        copy = made[key] = tuple(_replace_storages(each, own, holders, made) for each in value)
-    else:
-        copy = made[key] = replace(value, storage=own[id(value.storage)])
-    return copy
 
 
 def read_archive(
@@ -192,7 +82,7 @@ def read_archive(
     """
     path = archive.path
     members = read_directory(archive)
-    pickles = [name for name in members if name.rsplit("/", 1)[-1] == "data.pkl"]
+    pickles = [name for name in members if name == "data.pkl" or name.endswith("/data.pkl")]
     if len(pickles) != 1:
         raise CorruptError(
             path, f"is a zip archive with {len(pickles)} data.pkl files, expected one"
@@ -209,18 +99,21 @@ def read_archive(
         raise CorruptError(path, f"its pickle has {member.nbytes} bytes, more than reshard reads")
     data = member.read(archive, checked=checked)
     start = archive.start + member.data_offset(archive)
-    done, storages = (cache or PickleCache()).parse(data, path, builders or {}, start)
-    value, stamp = stamps.take(done.value, done.stamp, path)
+    parsed = (cache or PickleCache()).parse(data, path, builders or {}, start)
     file = TorchFile(
-        path, archive.nbytes, value, done.globals, archive=root.rstrip("/"), stamp=stamp
+        path,
+        archive.nbytes,
+        parsed.value,
+        parsed.globals,
+        archive=root.rstrip("/"),
+        stamp=parsed.stamp,
+        is_known=parsed.is_known,
     )
-    stored = (members.get(f"{root}data/{storage.key}") for storage in storages)
+    stored = [members.get(f"{root}data/{storage.key}") for storage in parsed.storages]
     # Each storage's local header is read by itself: in an object store, that is a request each.
     archive.prefetch(member.header for member in stored if member)
-    for storage in storages:
-        _place_storage(
-            file, storage, members.get(f"{root}data/{storage.key}"), archive, checked=checked
-        )
+    for storage, place in zip(parsed.storages, stored, strict=True):
+        _place_storage(file, storage, place, archive, checked=checked)
     return file
 
 

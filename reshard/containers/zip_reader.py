@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Iterator
+from operator import itemgetter
 from typing import NamedTuple
 
 from reshard.errors import DAMAGED, CorruptError
@@ -21,6 +22,9 @@ END64 = struct.Struct("<4sQ2H2I4Q")
 LOCATOR64 = struct.Struct("<4sIQI")
 ENTRY = struct.Struct("<4s6H3I5H2I")
 LOCAL = struct.Struct("<4s5H3I2H")
+_READ_ENTRY = struct.Struct("<10xH4x3I3H8xI")  # the fields of an entry that are read
+_SIZES = struct.Struct("<2H")  # of the name and the extra field in a local header
+_BY_OFFSET = itemgetter(3)
 _MAX_COMMENT = 0xFFFF
 _MAX_DIRECTORY = 1 << 30
 
@@ -37,7 +41,7 @@ class ZipMember(NamedTuple):
     @property
     def header(self) -> tuple[int, int]:
         """The position of the local header: (offset, nbytes)."""
-        return self.header_offset, min(LOCAL.size, self.limit)
+        return self.header_offset, LOCAL.size
 
     def data_offset(self, archive: Section) -> int:
         """Return the byte at which the data begin, by the lengths in the local header.
@@ -47,15 +51,15 @@ class ZipMember(NamedTuple):
         """
         # torch pads only the extra field of the local header, so the directory does not
         # show where the data begin.
-        head = archive.read(*self.header)
-        if len(head) < LOCAL.size or not head.startswith(b"PK\x03\x04"):
+        head = archive.read(self.header_offset, LOCAL.size)
+        if not head.startswith(b"PK\x03\x04"):
             raise CorruptError(
                 archive.path,
                 f"its zip directory places {self.name!r} at byte {self.header_offset}, where no"
                 " member starts",
                 DAMAGED,
             )
-        name_size, extra_size = struct.unpack_from("<2H", head, 26)
+        name_size, extra_size = _SIZES.unpack_from(head, 26)
         start = self.header_offset + LOCAL.size + name_size + extra_size
         if start + self.nbytes > self.limit:
             raise CorruptError(
@@ -86,17 +90,16 @@ def read_directory(archive: Section) -> dict[str, ZipMember]:
     Raises:
         CorruptError: no directory, compressed or overlapping members, offsets past the end.
     """
-    start, listed = _list_directory(archive)
-    raw = sorted((entry[:4] for entry in listed), key=lambda item: item[3])
+    limit, listed = _list_directory(archive)
     members: dict[str, ZipMember] = {}
     # A member must end where the next one begins, the last one where the directory begins.
-    limits = [*(item[3] for item in raw[1:]), start][: len(raw)]
-    for (name, member_size, crc, offset), limit in zip(raw, limits, strict=True):
-        if name in members or offset > start or offset == limit:
+    for name, member_size, crc, offset, _ in sorted(listed, key=_BY_OFFSET, reverse=True):
+        if name in members or offset >= limit:
             raise CorruptError(
                 archive.path, f"zip member {name!r} is listed twice or overlaps another member"
             )
         members[name] = ZipMember(name, member_size, crc, offset, limit)
+        limit = offset
     return members
 
 
@@ -159,9 +162,9 @@ def _iterate_entries(
         if at + ENTRY.size > len(data) or not data.startswith(b"PK\x01\x02", at):
             raise CorruptError(path, f"its zip directory is damaged at byte {at}", DAMAGED)
         entry_offset = at
-        fields = ENTRY.unpack_from(data, at)
-        method, crc, packed, size = fields[4], fields[7], fields[8], fields[9]
-        name_size, extra_size, comment_size, offset = *fields[10:13], fields[16]
+        method, crc, packed, size, name_size, extra_size, comment_size, offset = (
+            _READ_ENTRY.unpack_from(data, at)
+        )
         at += ENTRY.size
         name = data[at : at + name_size].decode("utf-8", "replace")
         extra = data[at + name_size : at + name_size + extra_size]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import re
 from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from functools import cached_property
@@ -110,12 +111,13 @@ class Location:
             ReshardError: a directory cannot be listed.
         """
         by_name: dict[str, Path] = {}
-        for child in self._children():
-            if child.is_file():
-                kept = by_name.setdefault(child.name, child)
-                if kept is not child and child.name.endswith(_PARTS):
-                    _refuse_different(kept, child)
-        return dict(sorted(by_name.items()))
+        for directory, entry in self._scan():
+            if entry.is_file():
+                path = directory / entry.name
+                kept = by_name.setdefault(entry.name, path)
+                if kept is not path and entry.name.endswith(_PARTS):
+                    _refuse_different(kept, path)
+        return {name: by_name[name] for name in sorted(by_name)}
 
     @cached_property
     def folders(self) -> dict[str, Location]:
@@ -125,9 +127,9 @@ class Location:
             ReshardError: a directory cannot be listed.
         """
         by_name: dict[str, list[Path]] = {}
-        for child in self._children():
-            if child.is_dir():
-                by_name.setdefault(child.name, []).append(child)
+        for directory, entry in self._scan():
+            if entry.is_dir():
+                by_name.setdefault(entry.name, []).append(directory / entry.name)
         return {name: Location(by_name[name], inner=True) for name in sorted(by_name)}
 
     @cached_property
@@ -137,18 +139,19 @@ class Location:
         Raises:
             ReshardError: a directory cannot be listed.
         """
-        links = (child for child in self._children() if child.is_symlink())
+        links = [directory / entry.name for directory, entry in self._scan() if entry.is_symlink()]
         return {link.name: link for link in links if not link.exists()}
 
-    def _children(self) -> Iterator[Path]:
-        """Yield the directories' content; an unreadable one (lost+found) is empty if it is inner.
+    def _scan(self) -> Iterator[tuple[Path, Path | os.DirEntry[str]]]:
+        """Yield each directory with each of its entries; an unreadable one is empty if it is inner.
 
         Raises:
             ReshardError: the user's own directory cannot be read.
         """
         for directory in self.directories:
             try:
-                yield from directory.iterdir()
+                for entry in _list_entries(directory):
+                    yield directory, entry
             except PermissionError as error:
                 if not self._inner:
                     raise ReshardError(directory, "cannot be read", REQUEST_PERMISSION) from error
@@ -167,7 +170,7 @@ class Location:
         Raises:
             ReshardError: a directory cannot be listed.
         """
-        return any(matches(child.name) and child.is_file() for child in self._children())
+        return any(matches(entry.name) and entry.is_file() for _, entry in self._scan())
 
     def find_first(self, names: Iterable[str]) -> Path | None:
         """Return the file with the first of several names that exists, or None."""
@@ -178,6 +181,17 @@ class Location:
         with contextlib.suppress(OSError):  # a name from a document can be too long for a file
             return next((d / name for d in self.directories if (d / name).is_file()), None)
         return None
+
+
+def _list_entries(directory: Path) -> Iterator[Path | os.DirEntry[str]]:
+    """Yield the content of a directory; of plain files, the system has told that they are files."""
+    if is_remote(str(directory)):
+        yield from directory.iterdir()
+        return
+    with os.scandir(directory) as entries:
+        for entry in entries:
+            # `DirEntry.is_file` raises an error for a link to itself, and `Path.is_file` does not.
+            yield directory / entry.name if entry.is_symlink() else entry
 
 
 def refuse_broken_link(link: Path, advice: str = "") -> NoReturn:

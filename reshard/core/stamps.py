@@ -10,13 +10,14 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
-from pathlib import PurePath
+from functools import lru_cache
 from typing import Any
 
 from reshard.core.counts import MOST
 from reshard.core.manifest import Claim
 from reshard.core.schema import COUNT, TEXT, expect, maybe, record
 from reshard.errors import CorruptError, shown
+from reshard.system.paths import get_stem
 
 KEY = "reshard_stamp"
 # What a claim is about (`Claim.about`).
@@ -90,12 +91,18 @@ def list_claims(stamp: Stamp | None) -> list[Claim]:
     """Return what a stamp states, to be compared with the other files of the checkpoint."""
     if stamp is None:
         return []
+    claims = list(_list_save_claims(stamp.save_id, stamp.world_size, stamp.step))
+    if stamp.file:  # as in torch's archives, see `checks.identity.claims`
+        claims.append(Claim(FILE_NAME, get_stem(stamp.file), KEY))
+    return claims
+
+
+@lru_cache(maxsize=1)  # the files of a save have them in common
+def _list_save_claims(save_id: str, world_size: int, step: int | None) -> list[Claim]:
     stated = {
-        SAVE: stamp.save_id,
-        WORLD_SIZE: str(stamp.world_size),
-        STEP: "" if stamp.step is None else str(stamp.step),
-        # As in torch's archives, see `checks.identity.claims`.
-        FILE_NAME: PurePath(stamp.file).stem,
+        SAVE: save_id,
+        WORLD_SIZE: str(world_size),
+        STEP: "" if step is None else str(step),
     }
     return [Claim(about, value, KEY) for about, value in stated.items() if value]
 

@@ -94,10 +94,12 @@ class OpenFiles:
         # The reference keeps the descriptor open. Otherwise the system could give its number to a
         # file that another thread opens.
         descriptor = self.open(path)
-        with contextlib.suppress(OSError):  # `read_into` raises it again with an explanation
+        try:
             data = os.pread(descriptor.number, nbytes, byte_offset)
-            if len(data) == nbytes:
-                return data
+        except OSError:  # `read_into` raises it again with an explanation
+            data = b""
+        if len(data) == nbytes:
+            return data
         buffer = bytearray(nbytes)
         self.read_into(path, byte_offset, memoryview(buffer))
         return bytes(buffer)
@@ -333,11 +335,13 @@ def get_size(path: str | Path) -> int:
         ReshardError: its size cannot be read.
     """
     try:
-        return as_path(path).stat().st_size
+        # `os.stat` of a text takes a fifth of the time that a Path takes to be made.
+        found = as_path(path).stat() if is_remote(str(path)) else os.stat(path)  # noqa: PTH116
     except FileNotFoundError as error:
         raise IncompleteError(path, "does not exist") from error
     except OSError as error:
         raise build_read_error(path, "read", error) from error
+    return found.st_size
 
 
 def refuse_lfs_pointer(path: str | Path, head: bytes) -> None:

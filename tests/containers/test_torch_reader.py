@@ -4,23 +4,27 @@ from __future__ import annotations
 
 import contextlib
 import math
+import pickle
 import random
 import sys
 import types
 import zipfile
 from argparse import Namespace
 from collections import OrderedDict
+from dataclasses import replace
 
 import pytest
 import torch
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 
 import reshard
-from reshard.containers import torch_objects, torch_reader
+from reshard.containers import pickle_cache, torch_objects, torch_reader
+from reshard.containers.pickle_cache import PickleCache
 from reshard.containers.torch_objects import Tensor
-from reshard.core import dtypes
+from reshard.core import dtypes, stamps
 from reshard.core.box import whole
 from reshard.core.manifest import Entry, Manifest, Origin, check
+from reshard.core.stamps import Stamp
 from reshard.errors import CorruptError, ReshardError, UnsupportedError
 from reshard.system.files import SourceFiles
 from reshard.tensors.lazy import read_block
@@ -292,7 +296,7 @@ def test_a_pickle_that_is_known_is_not_parsed_again_and_its_storages_lie_in_its_
     files = {"a": empty, "b": empty, "c": full, "d": full}
     for name, root in files.items():
         torch.save(root, tmp_path / name)
-    cache = torch_reader.PickleCache()
+    cache = PickleCache()
     read = {name: torch_reader.read(tmp_path / name, cache=cache) for name in files}
     assert read["b"].root is read["a"].root
     assert read["d"].root is not read["c"].root  # whose tensor lies in the file itself
@@ -316,9 +320,9 @@ def make_nested(n):
 @pytest.fixture
 def parsed(monkeypatch):
     """Return a list of the pickles that are parsed."""
-    loads, seen = torch_reader.loads, []
+    loads, seen = pickle_cache.loads, []
     counted = lambda data, **options: seen.append(data) or loads(data, **options)  # noqa: E731
-    monkeypatch.setattr(torch_reader, "loads", counted)
+    monkeypatch.setattr(pickle_cache, "loads", counted)
     return seen
 
 
@@ -326,7 +330,7 @@ def parsed(monkeypatch):
     "make", [torch.arange, lambda n: {"cat_dim": 0, "param": torch.ones(n)}, make_nested]
 )
 def test_a_simple_pickle_that_is_known_is_not_parsed_again(tmp_path, parsed, make):
-    cache, read = torch_reader.PickleCache(), {}
+    cache, read = PickleCache(), {}
     for name in ("a", "b", "longer_by_far"):
         torch.save(make(5), tmp_path / name)
         read[name] = torch_reader.read(tmp_path / name, cache=cache)
@@ -343,8 +347,62 @@ def test_a_simple_pickle_that_is_known_is_not_parsed_again(tmp_path, parsed, mak
     assert read["a"].root is not read["b"].root
 
 
+def make_rank(form, stamp):
+    """Return a state with a stamp: the last key of it, the first one, or an attribute."""
+    if form == "attribute":
+        state = OrderedDict(param=torch.ones(3)[1:])
+        state._metadata = {"version": 1}
+        setattr(state, stamps.KEY, stamp.as_dict())
+        return state
+    names = dict.fromkeys(map(str, range(300 if form == "long" else 3)), "text")
+    state = {"step": 7, "names": names, "param": torch.ones(3)[1:]}
+    own = {stamps.KEY: stamp.as_dict()}
+    return own | state if form == "first" else state | own
+
+
+@pytest.mark.parametrize("form", ["key", "long", "attribute", "first"])
+def test_a_pickle_that_differs_in_its_stamp_alone_is_not_parsed_again(tmp_path, parsed, form):
+    cache, ranks = PickleCache(), [0, 1, 255, 256, 65_536, 69_999]
+    for rank in ranks:
+        path = tmp_path / f"rank_{rank}.pt"
+        torch.save(make_rank(form, Stamp("9f3a", rank, 70_000, 7, path.name)), path)
+        file = torch_reader.read(path, cache=cache)
+        assert file.stamp == Stamp("9f3a", rank, 70_000, 7, path.name)
+        assert stamps.KEY not in file.root
+        assert file.is_known == (form != "first" and rank > 0)
+        assert file.root["param"].storage.file == str(path)
+        assert file.source() == torch_reader.read(path).source()
+    assert len(parsed) == len(ranks) + (len(ranks) if form == "first" else 1)
+
+
+def test_a_pickle_whose_stamp_differs_in_more_is_parsed(tmp_path, parsed):
+    cache, first = PickleCache(), Stamp("9f3a", 0, 2, 7, "a")
+    others = [replace(first, save_id="9f3b"), replace(first, world_size=3), replace(first, step=8)]
+    for number, stamp in enumerate([first, *others]):
+        torch.save(make_rank("key", stamp), tmp_path / f"{number}")
+        assert torch_reader.read(tmp_path / f"{number}", cache=cache).stamp == stamp
+    assert len(parsed) == 4
+    torch.save(make_rank("key", replace(first, rank=2)), tmp_path / "high")
+    with pytest.raises(CorruptError, match="reshard_stamp states rank 2 of 2 ranks"):
+        torch_reader.read(tmp_path / "high", cache=cache)
+
+
+def test_a_text_that_looks_like_a_stamp_is_none(tmp_path, parsed):
+    """The text ends a pickle as a stamp does, but the number in it is no rank."""
+    cache, stamp = PickleCache(), Stamp("9f3a", 0, 9, 7, "a")
+    for number in (1, 2):
+        last = make_rank("key", replace(stamp, rank=number))
+        pickled = pickle.dumps(last[stamps.KEY], 2)
+        start = pickled.index(b"X\x07\0\0\0save_id")
+        text = "X\r\0\0\0reshard_stampq\0}q\0(" + pickled[start:].decode()
+        torch.save({stamps.KEY: stamp.as_dict(), "text": {"more": text}}, tmp_path / f"{number}")
+        file = torch_reader.read(tmp_path / f"{number}", cache=cache)
+        assert (file.stamp, file.root) == (stamp, {"text": {"more": text}})
+    assert len(parsed) == 2
+
+
 def test_the_tensors_of_a_nested_pickle_lie_in_their_own_file(tmp_path):
-    cache = torch_reader.PickleCache()
+    cache = PickleCache()
     for name in ("a", "longer_by_far"):
         torch.save(make_nested(5), tmp_path / name)
         root = torch_reader.read(tmp_path / name, cache=cache).root
@@ -360,7 +418,7 @@ def test_the_tensors_of_a_nested_pickle_lie_in_their_own_file(tmp_path):
 
 
 def test_a_pickle_with_a_tensor_in_an_object_is_parsed_for_each_file(tmp_path, parsed):
-    cache = torch_reader.PickleCache()
+    cache = PickleCache()
     for name in ("a", "b"):
         torch.save({"args": Namespace(weight=torch.ones(3))}, tmp_path / name)
         torch_reader.read(tmp_path / name, cache=cache)
@@ -368,7 +426,7 @@ def test_a_pickle_with_a_tensor_in_an_object_is_parsed_for_each_file(tmp_path, p
 
 
 def test_a_pickle_that_holds_itself_is_read_again_and_again(tmp_path):
-    cache, root = torch_reader.PickleCache(), {"weight": torch.ones(3)}
+    cache, root = PickleCache(), {"weight": torch.ones(3)}
     root["self"] = [root]
     for name in ("a", "b"):
         torch.save(root, tmp_path / name)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
@@ -172,10 +173,21 @@ def test_a_symlink_to_nothing_is_named(tmp_path, asked):
     )
 
 
+def test_a_symlink_to_itself_is_no_file(tmp_path):
+    write(tmp_path / "a")
+    (tmp_path / "loop").symlink_to("loop")
+    (tmp_path / "link").symlink_to("a")
+    (tmp_path / "there").symlink_to(tmp_path)
+    location = Location.from_paths([tmp_path])
+    assert list(location.files) == ["a", "link"]
+    assert list(location.folders) == ["there"]
+    assert location.broken_links == {"loop": tmp_path / "loop"}
+
+
 @pytest.fixture
 def deny(monkeypatch):
     """Return a function that makes a directory one whose names this user may not read."""
-    listed = Path.iterdir
+    listed = os.scandir
 
     def deny(denied):
         def list_others(path):
@@ -183,7 +195,7 @@ def deny(monkeypatch):
                 raise PermissionError(13, "Permission denied", str(path))
             return listed(path)
 
-        monkeypatch.setattr(Path, "iterdir", list_others)
+        monkeypatch.setattr(os, "scandir", list_others)
 
     return deny
 

@@ -16,6 +16,7 @@ from pathlib import PurePath
 
 from reshard.core.manifest import Claim, SourceFile
 from reshard.core.stamps import FILE_NAME
+from reshard.system.paths import get_stem
 
 _DIGITS = re.compile(r"\d+")
 
@@ -44,13 +45,16 @@ class Comparison:
 def compare_claims(files: Mapping[str, SourceFile]) -> Comparison:
     """Compare what the files state about themselves."""
     siblings = _Siblings(files)
-    conflicts = [*_find_misplaced(files, siblings), *_find_other_saves(files)]
-    return Comparison(conflicts, _list_evidence(files, siblings))
+    return Comparison(_find_conflicts(files, siblings), _list_evidence(files, siblings))
 
 
 def find_conflicts(files: Mapping[str, SourceFile]) -> list[Conflict]:
     """Return the contradictions between the claims of the files, in file order."""
-    return compare_claims(files).conflicts
+    return _find_conflicts(files, _Siblings(files))
+
+
+def _find_conflicts(files: Mapping[str, SourceFile], siblings: _Siblings) -> list[Conflict]:
+    return [*_find_misplaced(files, siblings), *_find_other_saves(files)]
 
 
 def _list_evidence(files: Mapping[str, SourceFile], siblings: _Siblings) -> list[str]:
@@ -75,10 +79,10 @@ class _Siblings:
     """The files whose names differ in their numbers alone: those of the ranks of one save."""
 
     def __init__(self, files: Mapping[str, SourceFile]) -> None:
-        masked = [(path, mask_digits(PurePath(path).name)) for path in files]
-        counts = Counter(name for _, name in masked)
+        masked = {path: mask_digits(path.rpartition("/")[2]) for path in files}
+        counts = Counter(masked.values())
         # A file that has no siblings may have been renamed.
-        self._stems = {path: PurePath(name).stem for path, name in masked if counts[name] > 1}
+        self._stems = {path: get_stem(name) for path, name in masked.items() if counts[name] > 1}
 
     def has_claimed_name(self, file: SourceFile, claim: Claim) -> bool:
         """Return whether the name that a file claims is its own or that of another rank's file.
@@ -93,10 +97,11 @@ class _Siblings:
 def _find_misplaced(files: Mapping[str, SourceFile], siblings: _Siblings) -> Iterator[Conflict]:
     """Yield a conflict for each file that states another name, rank or step than its path."""
     for file in files.values():
+        stem = get_stem(file.path)
         for claim in file.claims:
             expected = claim.expected
-            if claim.about == FILE_NAME and siblings.has_claimed_name(file, claim):
-                expected = PurePath(file.path).stem
+            if claim.about == FILE_NAME and claim.value != stem:
+                expected = stem if siblings.has_claimed_name(file, claim) else expected
             if expected is not None and claim.value != expected:
                 yield Conflict(
                     file.path,

@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path, PurePath
 from typing import TYPE_CHECKING, Any
 
-from reshard.core.location import Location, get_directory
+from reshard.core.location import Location
 from reshard.core.manifest import Manifest
 from reshard.errors import IncompleteError, UsageError
 from reshard.formats.base import (
@@ -46,7 +46,7 @@ def _read(location: Location, hints: ReadHints) -> Manifest:
 
     manifest = _read_state(tag, hints.rules, find_divisions)
     manifest = beside.add_companions(manifest, location)
-    return beside.add_run_document(manifest, Location([get_directory(manifest.origin.path)]))
+    return beside.add_run_document(manifest, tag)
 
 
 def _read_state(location: Location, rules: Path | None, find_divisions: FindDivisions) -> Manifest:

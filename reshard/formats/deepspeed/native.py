@@ -8,9 +8,9 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
+from reshard.containers.pickle_cache import PickleCache
 from reshard.containers.pickles import trust
 from reshard.containers.torch_objects import Tensor, TorchFile
-from reshard.containers.torch_reader import PickleCache
 from reshard.core import counts
 from reshard.core.location import Location
 from reshard.core.manifest import (
@@ -40,6 +40,7 @@ from reshard.formats.deepspeed.states import (
     open_optimizer,
     read_by_file,
     require_equal,
+    select_distinct,
     unwrap_names,
 )
 from reshard.formats.deepspeed.train_state import (
@@ -109,9 +110,10 @@ def read(
     savers = _mics_shard_size(first) or world_size
     _require_optimizer(files, first, world_size)
     files.check_ranks(savers)
+    # Each cache has pickles of one kind: what was checked of the first is true for equal ones.
+    seen, others = PickleCache(), sorted(files.model)[1:]
+    models = [first, *map_files(others, lambda rank: open_model(files.model[rank], seen))]
     cache = PickleCache()
-    others = sorted(files.model)[1:]
-    models = [first, *map_files(others, lambda rank: open_model(files.model[rank], cache))]
     ranks = map_files(
         sorted(files.optim), lambda rank: open_optimizer(files.optim[rank], rank, cache)
     )
@@ -166,21 +168,20 @@ def _is_weights_only(first: ModelStates) -> bool:
 
 def _check_models(models: Sequence[ModelStates]) -> None:
     # Compare what the files themselves state: `autoep` adds all ranks' experts to the first's list.
-    stated = [ModelStates(model.file, model.file.root) for model in models]
+    stated = [ModelStates(model.file, model.file.root) for model in select_distinct(models)]
     for key in ("global_steps", "dp_world_size", "ds_version", "param_shapes"):
         require_equal(key, {model.file.path: model.root.get(key) for model in stated})
     first = stated[0]
     for model in stated[1:]:
-        # Equal dicts may list their names in another order, which is that of the flat tensors. The
-        # ranks of equal pickles have one object (PickleCache) and need no comparison.
-        if model.root.get("param_shapes") is not first.root.get("param_shapes"):
-            lists = read_by_file((first, model), lambda m: [list(group) for group in m.shapes])
-            require_equal("the order of the names in param_shapes", lists)
+        # Equal dicts may list their names in another order, which is that of the flat tensors.
+        lists = read_by_file((first, model), lambda m: [list(group) for group in m.shapes])
+        require_equal("the order of the names in param_shapes", lists)
 
 
 def _check_ranks(ranks: Sequence[OptimizerStates], first: ModelStates, world_size: int) -> None:
     if not ranks:
         return
+    ranks = select_distinct(ranks)
     for rank in ranks:
         declared = rank.root.get("partition_count")
         listed = declared if isinstance(declared, (list, tuple)) else [declared]
@@ -213,7 +214,8 @@ def _check_settings(models: Sequence[ModelStates], ranks: Sequence[OptimizerStat
     At stage 3 no value is in two files, so settings can be the only evidence of another run.
     Paths, logging and communication may differ between nodes, so they are not compared.
     """
-    files = [*(model.file for model in models), *(rank.file for rank in ranks)]
+    files = [model.file for model in select_distinct(models)]
+    files += [rank.file for rank in select_distinct(ranks)]
     found = {file.path: file.root.get("ds_config") for file in files}
     configs = {path: config for path, config in found.items() if isinstance(config, dict)}
     for key in _SETTINGS:
@@ -291,8 +293,8 @@ def _assemble(
 
 
 def _describe_source(file: TorchFile, optimizer: OptimizerContent) -> SourceFile:
-    source = file.source()
-    return replace(source, claims=(*source.claims, *optimizer.claims.get(file.path, ())))
+    source, claims = file.source(), optimizer.claims.get(file.path)
+    return replace(source, claims=(*source.claims, *claims)) if claims else source
 
 
 def _describe_swap_files(swapped: stage3.Swapped) -> dict[str, SourceFile]:
@@ -328,7 +330,7 @@ def _read_optimizer(
     train = replace(train, non_tensor_state=describe_lost_state(unread))
     warnings = stage0.warn_unread({name for _, _, names in unread for name in names})
     warnings += warn_per_rank(param_groups)
-    if any(_has_codes(rank, len(shapes)) for rank in ranks):
+    if any(_has_codes(rank, len(shapes)) for rank in select_distinct(ranks)):
         warnings.append(moments.describe_decoded("the optimizer's state", "bitsandbytes"))
     if _excludes_frozen(first, stage):
         warnings.append(

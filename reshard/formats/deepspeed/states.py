@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from reshard.containers import torch_reader
+from reshard.containers.pickle_cache import PickleCache
 from reshard.containers.torch_objects import Tensor, TorchFile
-from reshard.containers.torch_reader import PickleCache
 from reshard.core import counts
 from reshard.core.box import Index
 from reshard.core.dtypes import DType
@@ -31,6 +31,7 @@ BUILDERS = {"deepspeed.runtime.zero.config.ZeroStageEnum": lambda stage: stage}
 _HIDDEN = frozenset({"_checkpoint_wrapped_module", "random_ltd_layer"})
 _FRAGMENTS = "frozen_param_fragments"
 
+AnyStates = TypeVar("AnyStates", "ModelStates", "OptimizerStates")
 Shapes = list[dict[str, Index]]  # one dict for each flat tensor: fqn -> shape, in flat order
 
 
@@ -291,12 +292,13 @@ def locate_piece(file: TorchFile, tensor: Tensor) -> FlatPiece:
     Raises:
         UnsupportedError: it is a numpy array, whose bytes are not raw in the file.
     """
-    if tensor.storage.file != file.path and not moments.has_codes([tensor.chunk]):
+    storage = tensor.storage
+    if storage.file != file.path and not moments.has_codes([tensor.chunk]):
         raise UnsupportedError(
             file.path,
             "contains a flat partition that is a numpy array, which reshard does not read",
         )
-    return FlatPiece(tensor.storage.file, tensor.chunk.byte_offset, tensor.numel, tensor.dtype)
+    return FlatPiece(storage.file, tensor.byte_offset, tensor.numel, tensor.dtype)
 
 
 def make_whole_entry(fqn: str, kind: str, tensor: Tensor) -> Entry:
@@ -308,8 +310,8 @@ def open_model(path: Path, cache: PickleCache | None = None) -> ModelStates:
     """Open one model states file.
 
     Args:
-        cache: pickles of the ranks before, which at stage 3 are mostly equal. Only the first rank's
-            file, opened without a cache, is checked in full.
+        cache: pickles of the ranks' model states before, which at stage 3 are mostly equal. Only
+            the first rank's file, opened without a cache, is checked in full.
 
     Raises:
         CorruptError: it is not a file of model states.
@@ -319,7 +321,9 @@ def open_model(path: Path, cache: PickleCache | None = None) -> ModelStates:
         raise CorruptError(
             path, "is not a DeepSpeed model states file: it does not contain 'module'"
         )
-    expect(path, file.root, schemas.MODEL_STATES if cache is None else schemas.OTHER_MODEL_STATES)
+    if not file.is_known:
+        kind = schemas.MODEL_STATES if cache is None else schemas.OTHER_MODEL_STATES
+        expect(path, file.root, kind)
     return ModelStates(file, file.root)
 
 
@@ -418,7 +422,7 @@ def open_optimizer(path: Path, rank: int, cache: PickleCache | None = None) -> O
     Args:
         path: the file.
         rank: the rank that wrote it.
-        cache: pickles of the ranks before, which at stage 3 are mostly equal.
+        cache: pickles of the ranks' optimizer states before, which at stage 3 are mostly equal.
 
     Raises:
         CorruptError: it is not a file of optimizer states.
@@ -430,8 +434,9 @@ def open_optimizer(path: Path, rank: int, cache: PickleCache | None = None) -> O
             path,
             "is not a DeepSpeed optimizer states file: it does not contain 'optimizer_state_dict'",
         )
-    expect(path, file.root, schemas.VERSIONED)
-    expect(path, inner, schemas.OPTIMIZER_STATES, "optimizer_state_dict")
+    if not file.is_known:
+        expect(path, file.root, schemas.VERSIONED)
+        expect(path, inner, schemas.OPTIMIZER_STATES, "optimizer_state_dict")
     version = str(file.root.get("ds_version") or inner.get("ds_version") or "")
     return OptimizerStates(file, inner, rank, version)
 
@@ -449,7 +454,7 @@ def require_equal(what: str, values: Mapping[str, Any]) -> Any:
     first_file, first = next(items)
     last = first
     for file, value in items:
-        if value is last:  # equal pickles give one object (PickleCache)
+        if value is last:
             continue
         last = value
         if value != first:
@@ -459,6 +464,14 @@ def require_equal(what: str, values: Mapping[str, Any]) -> Any:
                 MIXED,
             )
     return first
+
+
+def select_distinct(states: Iterable[AnyStates]) -> list[AnyStates]:
+    """Return the opened states without those whose pickle equals that of others before them.
+
+    Such files differ in the elements of their tensors alone.
+    """
+    return [state for state in states if not state.file.is_known]
 
 
 def read_by_file(states: Iterable[Any], read: Callable[[Any], Any]) -> dict[str, Any]:

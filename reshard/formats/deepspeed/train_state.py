@@ -17,6 +17,7 @@ from reshard.formats.deepspeed.states import (
     Shapes,
     read_by_file,
     require_equal,
+    select_distinct,
 )
 from reshard.state_dict.hyper_parameters import read_hyper
 from reshard.state_dict.own_values import keep_own_values
@@ -159,9 +160,12 @@ def read_param_groups(ranks: Sequence[OptimizerStates], shapes: Shapes) -> list[
     Raises:
         CorruptError: the ranks have different groups.
     """
-    found = read_by_file(ranks, lambda rank: _read_groups(rank.optimizer, len(shapes)))
-    first = next(iter(found.values()))
-    stored = first if all(groups == first for groups in found.values()) else _join_groups(found)
+
+    def read(states: Iterable[OptimizerStates]) -> dict[str, list[_StoredGroup]]:
+        return read_by_file(states, lambda rank: _read_groups(rank.optimizer, len(shapes)))
+
+    first, *others = read(select_distinct(ranks)).values()
+    stored = first if all(groups == first for groups in others) else _join_groups(read(ranks))
     return _name_members(stored, shapes) or [ParamGroup({}, tuple(members)) for members in shapes]
 
 

@@ -15,9 +15,9 @@ from pathlib import Path
 from typing import Any
 
 from reshard.containers import torch_reader
+from reshard.containers.pickle_cache import PickleCache
 from reshard.containers.pickles import trust
 from reshard.containers.torch_objects import Tensor, TorchFile
-from reshard.containers.torch_reader import PickleCache
 from reshard.core import dtypes
 from reshard.core.box import Index, whole
 from reshard.core.chunks import contiguous
