@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Iterator
-from operator import itemgetter
 from typing import NamedTuple
 
 from reshard.errors import DAMAGED, CorruptError
@@ -22,21 +21,27 @@ END64 = struct.Struct("<4sQ2H2I4Q")
 LOCATOR64 = struct.Struct("<4sIQI")
 ENTRY = struct.Struct("<4s6H3I5H2I")
 LOCAL = struct.Struct("<4s5H3I2H")
-_READ_ENTRY = struct.Struct("<10xH4x3I3H8xI")  # the fields of an entry that are read
-_SIZES = struct.Struct("<2H")  # of the name and the extra field in a local header
-_BY_OFFSET = itemgetter(3)
+_FIELDS = struct.Struct("<10xH4x3I3H8xI").unpack_from  # the fields of an entry that are read
+_SIZES = struct.Struct("<2H").unpack_from  # of the name and the extra field in a local header
 _MAX_COMMENT = 0xFFFF
 _MAX_DIRECTORY = 1 << 30
 
 
 class ZipMember(NamedTuple):
-    """One stored member; ``limit`` is the byte at which its data must have ended."""
+    """One stored member.
+
+    Args:
+        header_offset: where its local header begins.
+        limit: the byte at which its data must have ended.
+        entry_offset: where its entry in the central directory begins.
+    """
 
     name: str
     nbytes: int
     crc32: int
     header_offset: int
     limit: int
+    entry_offset: int
 
     @property
     def header(self) -> tuple[int, int]:
@@ -59,7 +64,7 @@ class ZipMember(NamedTuple):
                 " member starts",
                 DAMAGED,
             )
-        name_size, extra_size = _SIZES.unpack_from(head, 26)
+        name_size, extra_size = _SIZES(head, 26)
         start = self.header_offset + LOCAL.size + name_size + extra_size
         if start + self.nbytes > self.limit:
             raise CorruptError(
@@ -90,36 +95,24 @@ def read_directory(archive: Section) -> dict[str, ZipMember]:
     Raises:
         CorruptError: no directory, compressed or overlapping members, offsets past the end.
     """
-    limit, listed = _list_directory(archive)
-    members: dict[str, ZipMember] = {}
-    # A member must end where the next one begins, the last one where the directory begins.
-    for name, member_size, crc, offset, _ in sorted(listed, key=_BY_OFFSET, reverse=True):
-        if name in members or offset >= limit:
-            raise CorruptError(
-                archive.path, f"zip member {name!r} is listed twice or overlaps another member"
-            )
-        members[name] = ZipMember(name, member_size, crc, offset, limit)
-        limit = offset
-    return members
-
-
-def list_central_offsets(archive: Section) -> list[tuple[str, int]]:
-    """Return (member name, byte of its entry in the central directory) for every member."""
-    start, listed = _list_directory(archive)
-    return [(entry[0], start + entry[4]) for entry in listed]
-
-
-def _list_directory(archive: Section) -> tuple[int, list[tuple[str, int, int, int, int]]]:
-    """Return the directory's own offset, and its entries."""
-    count, nbytes, start = _locate(archive)
+    path, (count, nbytes, start) = archive.path, _locate(archive)
     if start + nbytes > archive.nbytes or nbytes > _MAX_DIRECTORY:
         raise CorruptError(
-            archive.path,
+            path,
             f"its zip directory occupies bytes {start} to {start + nbytes}, but the file has"
             f" {archive.nbytes}",
             DAMAGED,
         )
-    return start, list(_iterate_entries(archive.path, archive.read(start, nbytes), count))
+    members: dict[str, ZipMember] = {}
+    # A member must end where the next one begins, the last one where the directory begins.
+    limit = start
+    entries = _iterate_entries(path, archive.read(start, nbytes), count)
+    for offset, name, member_size, crc, at in sorted(entries, reverse=True):
+        if name in members or offset >= limit:
+            raise CorruptError(path, f"zip member {name!r} is listed twice or overlaps another")
+        members[name] = ZipMember(name, member_size, crc, offset, limit, start + at)
+        limit = offset
+    return members
 
 
 def _read_tail(archive: Section) -> tuple[bytes, int]:
@@ -155,27 +148,27 @@ def _locate(archive: Section) -> tuple[int, int, int]:
 
 def _iterate_entries(
     path: str, data: bytes, count: int
-) -> Iterator[tuple[str, int, int, int, int]]:
-    """Yield (name, size, crc, local header offset, offset of this entry) for each member."""
-    at = 0
+) -> Iterator[tuple[int, str, int, int, int]]:
+    """Yield (local header offset, name, size, crc, offset of this entry) for each member."""
+    at, length = 0, len(data)
     for _ in range(count):
-        if at + ENTRY.size > len(data) or not data.startswith(b"PK\x01\x02", at):
-            raise CorruptError(path, f"its zip directory is damaged at byte {at}", DAMAGED)
-        entry_offset = at
-        method, crc, packed, size, name_size, extra_size, comment_size, offset = (
-            _READ_ENTRY.unpack_from(data, at)
+        first, at = at, at + ENTRY.size
+        if at > length or not data.startswith(b"PK\x01\x02", first):
+            raise CorruptError(path, f"its zip directory is damaged at byte {first}", DAMAGED)
+        method, crc, packed, size, name_size, extra_size, comment_size, offset = _FIELDS(
+            data, first
         )
-        at += ENTRY.size
-        name = data[at : at + name_size].decode("utf-8", "replace")
-        extra = data[at + name_size : at + name_size + extra_size]
-        at += name_size + extra_size + comment_size
-        if extra:
+        stop = at + name_size
+        name = data[at:stop].decode("utf-8", "replace")
+        at = stop + extra_size + comment_size
+        if extra_size:
+            extra = data[stop : stop + extra_size]
             size, packed, offset = _read_zip64(path, extra, size, packed, offset)
         if method != 0 or size != packed:
             raise CorruptError(
                 path, f"zip member {name!r} is compressed; torch.save does not compress"
             )
-        yield name, size, crc, offset, entry_offset
+        yield offset, name, size, crc, first
 
 
 def _read_zip64(

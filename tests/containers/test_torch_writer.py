@@ -111,10 +111,10 @@ def unidentified(path: Path) -> bytes:
         members = zip_reader.read_directory(archive)
         (name,) = (name for name in members if name.endswith("/.data/serialization_id"))
         member = members[name]
-        start, central = member.data_offset(archive), dict(zip_reader.list_central_offsets(archive))
+        start = member.data_offset(archive)
     assert bytes(data[start : start + 40]).isdigit()
     data[start : start + 40] = b"0" * 40
-    for crc in (start + 44, central[name] + 16):
+    for crc in (start + 44, member.entry_offset + 16):
         data[crc : crc + 4] = bytes(4)
     return bytes(data)
 
@@ -651,7 +651,6 @@ def without_crcs(path):
     with SourceFiles() as files:
         archive = Section(files, str(path), 0, size)
         members = zip_reader.read_directory(archive)
-        central = dict(zip_reader.list_central_offsets(archive))
         gone = []
         for name, member in members.items():
             start = member.data_offset(archive)
@@ -660,7 +659,7 @@ def without_crcs(path):
             elif name.endswith("_id"):
                 gone.append((start, start + 40))
             gone.append((start + member.nbytes + 4, start + member.nbytes + 8))
-            gone.append((central[name] + 16, central[name] + 20))
+            gone.append((member.entry_offset + 16, member.entry_offset + 20))
         kept, at = [], 0
         for start, stop in [*sorted(gone), (size, size)]:
             kept.append((at, archive.read(at, start - at)))

@@ -61,7 +61,8 @@ def _build_template(file: TorchFile, archive: Section) -> _ArchiveTemplate | Non
     if not isinstance(tensor, Tensor) or len(file.records) != 1:
         return None
     (record,) = file.records.values()
-    offsets = dict(zip_reader.list_central_offsets(archive))
+    members = zip_reader.read_directory(archive).values()
+    offsets = {member.name: member.entry_offset for member in members}
     directory = min(offsets.values())
     free = tuple(
         offset + _CRC - directory
