@@ -15,7 +15,7 @@ from reshard.engine.move import compiled
 from reshard.engine.move.spans import Spans
 from reshard.engine.planning.copies import Copy, Window
 from reshard.system.checksum import crc32
-from reshard.system.derived import Derived, Rounding
+from reshard.system.derived import Derived
 from reshard.system.files import SourceFiles
 from reshard.system.paths import is_remote
 
@@ -141,16 +141,12 @@ class Filler:
 
     def _fill_rounded(self, copy: Copy, offset: int, into: memoryview) -> bool:
         """Fill ``into`` from a computation that can round its values; return whether it did."""
-        if (
-            copy.target_dtype != BFLOAT16
-            or copy.factor != 1.0
-            or not isinstance(copy.file, Derived)
-        ):
+        if copy.target_dtype != BFLOAT16 or copy.factor != 1.0:
             return False
-        computation = copy.file.computation
-        if not isinstance(computation, Rounding):
+        rounding = copy.file.rounding if isinstance(copy.file, Derived) else None
+        if rounding is None:
             return False
-        overflowed = computation.read_rounded(self._inner, offset, into)
+        overflowed = rounding.read_rounded(self._inner, offset, into)
         if overflowed is None or (overflowed and self._clamp):
             return False
         self._count(copy.fqn, overflowed, 0)

@@ -14,11 +14,12 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from reshard.core.box import Box, Index, row_major, whole
 from reshard.core.chunks import Chunk
-from reshard.core.dtypes import FLOAT32
+from reshard.core.dtypes import BFLOAT16, FLOAT16, FLOAT32, DType
 from reshard.core.manifest import Entry
 from reshard.engine.move.tiles import TileReader, find_reader
 from reshard.errors import CorruptError
 from reshard.system.derived import Derived, Reader, list_files
+from reshard.tensors.averages.sums import average
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -61,10 +62,11 @@ class Product:
 
     @property
     def nbytes(self) -> int:
-        """The memory that a thread needs for the factors and for two tiles, in bytes."""
+        """The memory that a thread needs for the factors and for tiles, in bytes."""
         read = (self.a, self.b, self.magnitude, self.singular)
-        factors = sum(entry.numel for entry in read if entry)
-        return _SIZE * (2 * factors + 2 * _TILE)  # as stored, and scaled
+        factors = 2 * sum(entry.numel for entry in read if entry)  # as stored, and scaled
+        # Two tiles, and sums and terms in float64 where numpy adds them.
+        return _SIZE * (factors + 6 * _TILE)
 
 
 def add_product(base: Entry, product: Product) -> Entry:
@@ -153,16 +155,17 @@ class MergedWeight:
 
         product, first = self.product, number * self.tile_rows
         shape = min(self.tile_rows, self.shape[0] - first), self.columns
-        tile, work = (
-            reader.keep(slot, shape, lambda: np.empty(shape, "<f4")) for slot in ("tile", "work")
-        )
+        # The terms of the sum lie one behind the other, as `average` takes them.
+        terms = reader.keep("terms", shape, lambda: np.empty((2, *shape), "<f4"))
+        tile, work = terms
         rows = slice(first, first + len(tile))
-        self._read_base(reader, first, tile)
+        dtype = self._read_base(reader, first, tile)
         left, right = reader.keep("factors", self, lambda: self._load(reader))
-        add_matrix_product(tile, left[rows], right, work)
+        is_finite = add_matrix_product(terms, dtype, left[rows], right)
         if product.magnitude is not None:
             set_row_lengths(tile, _read(reader, product.magnitude).reshape(-1)[rows], work)
-        if not (np.isfinite(tile.min(initial=0)) and np.isfinite(tile.max(initial=0))):
+            is_finite = bool(np.isfinite(tile).all())
+        if not is_finite:
             raise CorruptError(
                 product.layer,
                 f"{self.base.fqn!r} has infinite values or NaN after the adapter is added",
@@ -170,11 +173,16 @@ class MergedWeight:
             )
         return tile.data.cast("B")
 
-    def _read_base(self, reader: TileReader, first: int, tile: Array) -> None:
+    def _read_base(self, reader: TileReader, first: int, tile: Array) -> DType:
+        """Read rows of the base, as they are stored, into the end of a tile; return their dtype."""
         rest = self.shape[1:]
         origin = (*self.lead, first, *(0 for _ in rest))
         box = Box(origin, (*(1 for _ in self.lead), len(tile), *rest))
-        reader.read(self.base, box, FLOAT32, tile.data.cast("B"))
+        stored = {(chunk.dtype, chunk.factor) for chunk in self.base.chunks}
+        halves = [half for half in (BFLOAT16, FLOAT16) if stored == {(half, 1.0)}]
+        dtype = halves[0] if halves else FLOAT32
+        reader.read(self.base, box, dtype, tile.data.cast("B")[-box.volume * dtype.itemsize :])
+        return dtype
 
     def _load(self, reader: TileReader) -> tuple[Array, Array]:
         """Return the factors of this matrix: (rows, rank), which is scaled, and (rank, columns)."""
@@ -214,11 +222,24 @@ def _read(reader: TileReader, entry: Entry, first: int = 0, rows: int | None = N
     return values
 
 
-def add_matrix_product(target: Array, left: Array, right: Array, work: Array) -> None:
-    """Add ``left @ right`` to ``target``; ``work`` has the shape of the target."""
+def add_matrix_product(terms: Array, dtype: DType, left: Array, right: Array) -> bool:
+    """Add ``left @ right`` to a matrix of fp32; return whether all values are finite.
+
+    Args:
+        terms: the matrix, and memory of the same size for the product.
+        dtype: the dtype in which the values of the matrix are at the end of its memory.
+        left: the left factor.
+        right: the right factor.
+    """
+    (target, work), is_finite = terms, False
+    values, nbytes = terms.data.cast("B"), target.nbytes
     for start in range(0, left.shape[1], _DEPTH):
         _multiply(left[:, start : start + _DEPTH], right[start : start + _DEPTH], work)
-        target += work
+        rows = values[nbytes - target.size * dtype.itemsize :]
+        # The sum in float64, rounded once, is that in float32.
+        is_finite = average(rows, (dtype, FLOAT32), (1.0, 1.0), 1.0, FLOAT32, values[:nbytes])
+        dtype = FLOAT32
+    return is_finite
 
 
 def _multiply(left: Array, right: Array, into: Array) -> None:
