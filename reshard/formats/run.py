@@ -27,7 +27,10 @@ _NUMBERED = re.compile(
     r"|(?:.*-)?step=(\d{1,19})(?:-.*)?(?:\.ckpt)?"
 )
 _LINK = re.compile(r"(?:.*[-_])?(?:latest|last)(?:[-_](?:checkpoint|ckpt))?")
-_POINTERS = ("latest", "latest_checkpointed_iteration.txt", "latest.txt")
+_POINTERS = (
+    *("latest", "latest_checkpointed_iteration.txt", "latest.txt"),
+    "latest_ckpt_global_step.txt",  # SkyRL's
+)
 PARTS = (  # folders of a checkpoint
     *("actor", "critic", "dist_ckpt"),  # verl's; the last one with Megatron
     "weights",  # NeMo's

@@ -10,7 +10,7 @@ from reshard.core.location import Location
 from reshard.errors import IncompleteError, UnrecognisedError, UnsupportedError
 from reshard.formats import huggingface, registry, run
 from reshard.formats.dcp.directory import is_hf_shard
-from reshard.formats.pytorch.directory import find_torch_files
+from reshard.formats.pytorch.directory import NAME, find_torch_files, is_part
 from reshard.system.paths import as_path
 from reshard.units import make_natural_key, some
 
@@ -25,6 +25,7 @@ _MODEL = re.compile(
 )  # beside runs, the model itself
 _LEVELS = 3  # of directories below the given one, in which a run is looked for
 _SEARCHED = 100  # directories of one level: more of them are not runs
+_TRAINER_STATE = re.compile(r"train(er|ing)?[-_]states?\.(bin|pth?)")  # SkyRL's, for example
 _OF_RANKS = ("dataloader", "rng_state")  # a file of each rank: prime-rl's, LLaMA-Factory's
 # XTuner keeps these beside the folder of the weights, the first as files of torch without a suffix.
 _OF_XTUNER = re.compile(r"lr_scheduler|dataloader|train_state\.json|trainer_config\.(json|bin)")
@@ -127,10 +128,19 @@ def find_format(location: Location) -> str | None:
 def _find_parts_beside(location: Location) -> list[str]:
     """Return the loose files beside a folder that contains the checkpoint; empty without one."""
     folders = [location.folders[name] for name in run.PARTS if name in location.folders]
-    if location.chosen or not folders or not registry.is_loose(location):
+    if location.chosen or not folders or not _has_only_loose_files(location):
         return []
     files = _find_loose_files(location)
     return files if files and any(map(_is_run, folders)) else []
+
+
+def _has_only_loose_files(location: Location) -> bool:
+    """Return whether files are loose, of which one may be the state of the trainer."""
+    parts = list(filter(is_part, location.files))
+    are_trainers = bool(parts) and all(map(_TRAINER_STATE.fullmatch, parts))
+    return registry.is_loose(location) or (
+        are_trainers and registry.detect(location) == NAME and not huggingface.detect(location)
+    )
 
 
 def _find_loose_files(location: Location) -> list[str]:

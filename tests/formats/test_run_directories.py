@@ -266,6 +266,21 @@ def test_verl_saves_the_state_of_its_data_loader_beside_the_actor(tmp_path):
         assert any("data.pt: not read" in warning for warning in manifest.warnings)
 
 
+def test_skyrl_saves_the_state_of_its_trainer_beside_the_policy(tmp_path):
+    """SkyRL 0.3 has verl's files of ranks in ``policy``, and a pointer of its own."""
+    for step in (3, 12):
+        place = tmp_path / f"global_step_{step}"
+        actor = DATA / "verl" / "verl_sample" / "ckpt" / "global_step_3" / "actor"
+        shutil.copytree(actor, place / "policy")
+        torch.save({"_num_yielded": torch.ones(3)}, place / "data.pt")
+        torch.save({"global_step": step}, place / "trainer_state.pt")
+    (tmp_path / "latest_ckpt_global_step.txt").write_text("3")
+    for place in (tmp_path, tmp_path / "global_step_3", tmp_path / "global_step_3" / "policy"):
+        manifest = reshard.inspect(place).manifest
+        assert (manifest.origin.format, manifest.train.step) == ("verl", 3)
+        assert any("trainer_state.pt: not read" in text for text in manifest.warnings)
+
+
 def test_a_model_beside_the_checkpoints_of_its_run_is_not_the_whole_run(tmp_path):
     """HF Trainer saves the final model in the directory that has ``checkpoint-N``."""
     for place in (tmp_path, tmp_path / "checkpoint-4"):
