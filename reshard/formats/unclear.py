@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from reshard.containers.torch_detect import PLAIN_SUFFIXES
 from reshard.core.location import Location
 from reshard.errors import IncompleteError, UnrecognisedError, UnsupportedError
-from reshard.formats import huggingface, registry, run
+from reshard.formats import foreign, huggingface, registry, run
 from reshard.formats.dcp.directory import is_hf_shard
 from reshard.formats.pytorch.directory import NAME, find_torch_files, is_part
 from reshard.system.paths import as_path
@@ -36,6 +36,7 @@ _FOREIGN = {
     ".msgpack": "Flax's msgpack",
     ".h5": "HDF5 (Keras')",
     ".npz": "numpy's npz",
+    ".pdparams": "PaddlePaddle's pdparams",
 }
 
 
@@ -120,7 +121,11 @@ def find_format(location: Location) -> str | None:
 
     A loose file is none if a folder with a checkpoint is beside it: verl saves ``data.pt``, the
     state of its data loader, beside the folder ``actor``.
+
+    Raises:
+        UnsupportedError: a library that reshard does not read has saved it.
     """
+    foreign.refuse(location)
     name = registry.detect(location)
     return None if name is None or _find_parts_beside(location) else name
 

@@ -87,6 +87,12 @@ def _add_file(found: Metadata, path: Path) -> None:
     root = done.value
     if not isinstance(root, Call) or root.name.rsplit(".", 1)[-1] not in _CLASSES:
         raise CorruptError(path, "is a pickle, but not DCP metadata", "fetch it again")
+    if root.get("bytecheckpoint_version") is not None:
+        raise UnsupportedError(
+            path,
+            "is metadata of ByteCheckpoint, whose files have other contents than those of DCP",
+            "merge the checkpoint with ByteCheckpoint's scripts/merge_bcp.py",
+        )
     found.globals |= done.globals
     version = root.get("version")
     found.version = version if version and isinstance(version, str) else found.version

@@ -1,0 +1,97 @@
+"""Refuse the checkpoints of libraries that reshard does not read, by the names of their files.
+
+Sources: fairseq2 0.8.1 ``checkpoint/manager.py``; torchsnapshot 0.1.0 ``snapshot.py``; Orbax 0.12
+``checkpoint/_src/metadata``; PaddleNLP 2.8 ``transformers/configuration_utils.py`` and
+``trainer/plugins/unified_checkpoint.py``.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from reshard.containers.json_files import read_json_object
+from reshard.core.location import Location
+from reshard.errors import UnsupportedError
+
+_FAIRSEQ2 = "pp_00/tp_00/sdp_00.pt"
+_SHARD = re.compile(r"sdp_\d+\.pt")
+_ORBAX = ("_CHECKPOINT_METADATA", "manifest.ocdbt", "_METADATA")
+_SNAPSHOT = ".snapshot_metadata"
+_PADDLE = re.compile(r"master_weights(-\d+-of-\d+)?\.safetensors")
+_TO_TORCH = "load it with the library, and save it with torch.save"
+
+
+@dataclass(frozen=True, slots=True)
+class _Library:
+    """A library, and how to know its checkpoints.
+
+    Args:
+        text: what its checkpoint is.
+        advice: what to do.
+        saved: returns whether the library saved the files of a directory.
+    """
+
+    text: str
+    advice: str
+    saved: Callable[[Location], bool]
+
+
+def _is_of_fairseq2(location: Location) -> bool:
+    if sum(_SHARD.fullmatch(name) is not None for name in location.files) > 1:
+        return True  # one file of them is not the whole model either
+    above = next((each for each in ("model", "pp_00") if each in location.folders), None)
+    if above is None or location.chosen:
+        return False
+    return location.find_nested(f"model/{_FAIRSEQ2}" if above == "model" else _FAIRSEQ2) is not None
+
+
+def _is_of_paddle(location: Location) -> bool:
+    """Return whether there are fp32 masters in a file of Paddle's, or a config of PaddleNLP.
+
+    PaddleNLP stores the weight of a linear layer transposed, under the names of transformers.
+    """
+    if any(map(_PADDLE.fullmatch, location.files)):
+        return True
+    config = location.files.get("config.json")
+    has_weights = any(name.endswith(".safetensors") for name in location.files)
+    return bool(config and has_weights and "paddlenlp_version" in read_json_object(config))
+
+
+_LIBRARIES = (
+    _Library(
+        "is a checkpoint of fairseq2, whose files do not state how tensors are cut",
+        "set export_hugging_face in the run, and pass step_N/hg; the weights of a run without"
+        f" sharding are in model/{_FAIRSEQ2}",
+        _is_of_fairseq2,
+    ),
+    _Library(
+        "is a snapshot of torchsnapshot, which reshard does not read",
+        _TO_TORCH,
+        lambda location: _SNAPSHOT in location.files,
+    ),
+    _Library(
+        "is a checkpoint of Orbax (JAX), which reshard does not read",
+        "export the model with the program that trained it, for example as safetensors",
+        lambda location: any(name in location.files for name in _ORBAX),
+    ),
+    _Library(
+        "is a checkpoint of PaddlePaddle, whose weights may be transposed, and which reshard does"
+        " not read",
+        "convert it to a model of transformers with PaddleNLP; --from huggingface reads its"
+        " safetensors as they are stored",
+        _is_of_paddle,
+    ),
+)
+
+
+def refuse(location: Location) -> None:
+    """Refuse a directory in which a library that reshard does not read has saved a checkpoint.
+
+    Raises:
+        UnsupportedError: naming the library.
+    """
+    for library in _LIBRARIES:
+        if library.saved(location):
+            raise UnsupportedError(location, library.text, library.advice)
