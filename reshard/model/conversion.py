@@ -15,7 +15,7 @@ from math import prod
 
 from reshard.core.box import Index, whole
 from reshard.core.chunks import Chunk, contiguous
-from reshard.core.dtypes import UINT8
+from reshard.core.dtypes import UINT8, DType
 from reshard.core.manifest import (
     PARAM,
     WEIGHT_KINDS,
@@ -29,7 +29,8 @@ from reshard.core.manifest import (
 from reshard.core.renames import check_parts_dtype, replace_tensors
 from reshard.core.views import Take, apply_views, invert_views
 from reshard.errors import CorruptError, IncompleteError, UnsupportedError
-from reshard.model.tracing import TensorPart, Traced
+from reshard.model.tracing import TensorPart, Traced, Zeros
+from reshard.system.derived import Derived, ZeroBytes, list_files
 
 
 @dataclass(frozen=True)
@@ -58,10 +59,13 @@ class FormConversion:
     @property
     def changes_nothing(self) -> bool:
         """Whether both forms are the same."""
-        return all(traced.pieces == (TensorPart(name),) for name, traced in self.after.items())
+        return all(
+            traced.pieces == (TensorPart(name),) and not traced.zeros
+            for name, traced in self.after.items()
+        )
 
     def invert(self) -> FormConversion:
-        """Return the conversion in the other direction."""
+        """Return the conversion in the other direction, which leaves zeros out."""
         pieces: dict[str, list[TensorPart]] = {fqn: [] for fqn in self.before}
         for name, traced in self.after.items():
             for piece in traced.pieces:
@@ -103,7 +107,7 @@ class FormConversion:
             ReshardError: see `apply`.
         """
         found = finders.entries
-        if len(traced.pieces) == 1 and not traced.pieces[0].views:
+        if len(traced.pieces) == 1 and not traced.pieces[0].views and not traced.zeros:
             return replace(found[traced.pieces[0].fqn], fqn=name)
         sources = dict.fromkeys(piece.fqn for piece in traced.pieces)
         present = [found[fqn] for fqn in sources if fqn in found]
@@ -122,7 +126,9 @@ class FormConversion:
             for chunk in apply_views(finders.find(piece), piece.views)
         )
         dtype = check_parts_dtype(where, name, present)
-        return Entry(name, present[0].kind, dtype, traced.shape, chunks)
+        file = next((chunk.file for entry in present for chunk in entry.chunks), where)
+        zeros = (chunk for block in traced.zeros for chunk in _build_zeros(block, file, dtype))
+        return Entry(name, present[0].kind, dtype, traced.shape, (*chunks, *zeros))
 
     def _check_shape(self, entry: Entry) -> None:
         expected = self.before[entry.fqn]
@@ -174,6 +180,13 @@ class FormConversion:
 
 def _store_alone(fqn: str, shape: Index) -> Chunk:
     return contiguous(fqn, 0, UINT8, whole(shape))
+
+
+def _build_zeros(zeros: Zeros, file: str, dtype: DType) -> Iterator[Chunk]:
+    """Return the chunks of zeros beside values of a file."""
+    count = ZeroBytes(list_files(file), prod(zeros.shape) * dtype.itemsize)
+    name = Derived(file, f"{count.nbytes} zero bytes", count)
+    return apply_views([contiguous(name, 0, dtype, whole(zeros.shape))], zeros.views)
 
 
 def drop_empty_pieces(traced: Traced, shapes: Mapping[str, Index]) -> Traced:

@@ -7,11 +7,12 @@ refused by name.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
+from itertools import groupby
 from math import prod
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from reshard.core.box import Box, Index
 from reshard.core.views import Permute, Put, Reshape, Take, View, append_view
@@ -28,23 +29,44 @@ class TensorPart:
     fqn: str
     views: tuple[View, ...] = ()
 
-    def through(self, view: View) -> TensorPart | None:
-        """Return the part under one more view; None if nothing of it remains."""
-        views = append_view(self.views, view)
-        return None if views is None else replace(self, views=views)
+
+@dataclass(frozen=True, slots=True)
+class Zeros:
+    """A part of a tensor of zeros: the shape of that tensor, and the views that lead here."""
+
+    shape: Index
+    views: tuple[View, ...] = ()
+
+
+Part = TypeVar("Part", TensorPart, Zeros)
+
+
+def _look_through(parts: Iterable[Part], view: View) -> Iterator[Part]:
+    """Yield parts under one more view, without those of which nothing remains."""
+    for part in parts:
+        views = append_view(part.views, view)
+        if views is not None:
+            yield replace(part, views=views)
 
 
 @dataclass(frozen=True, slots=True)
 class Traced:
-    """A tensor as pieces of other tensors."""
+    """A tensor as pieces of other tensors.
+
+    Args:
+        shape: its shape.
+        pieces: the pieces.
+        zeros: the rest, which is zero: padding, for example of a vocabulary.
+    """
 
     shape: Index
     pieces: tuple[TensorPart, ...]
+    zeros: tuple[Zeros, ...] = ()
 
     def view(self, view: View, shape: Sequence[int]) -> Traced:
         """Return the tensor under a view of the given shape."""
-        moved = (piece.through(view) for piece in self.pieces)
-        return Traced(tuple(shape), tuple(piece for piece in moved if piece is not None))
+        pieces, zeros = _look_through(self.pieces, view), _look_through(self.zeros, view)
+        return Traced(tuple(shape), tuple(pieces), tuple(zeros))
 
     def reshape(self, shape: Sequence[int]) -> Traced:
         """Return the tensor in another shape, of which one size can be -1."""
@@ -72,13 +94,15 @@ def concatenate(parts: Sequence[Traced], dim: int) -> Traced:
     shape = list(parts[0].shape)
     shape[dim] = sum(part.shape[dim] for part in parts)
     start = 0
-    pieces: list[TensorPart] = []
+    placed: list[Traced] = []
     for part in parts:
         origin = [0] * len(shape)
         origin[dim] = start
         start += part.shape[dim]
-        pieces += part.view(Put(tuple(shape), Box(tuple(origin), part.shape)), shape).pieces
-    return Traced(tuple(shape), tuple(pieces))
+        placed.append(part.view(Put(tuple(shape), Box(tuple(origin), part.shape)), shape))
+    pieces = (piece for part in placed for piece in part.pieces)
+    zeros = (block for part in placed for block in part.zeros)
+    return Traced(tuple(shape), tuple(pieces), tuple(zeros))
 
 
 Operation = Callable[..., Traced | list[Traced]]
@@ -124,6 +148,29 @@ def _slice(
     return _select(tensor.reshape(folded), dim + 1, first)
 
 
+def _index(tensor: Traced, indices: Sequence[torch.Tensor | None]) -> Traced:
+    chosen = [(dim, index) for dim, index in enumerate(indices) if index is not None]
+    if len(chosen) != 1 or chosen[0][1].ndim != 1:
+        raise UnsupportedError("index", "selects elements of several dims")
+    dim, index = chosen[0]
+    # The only other dtype of an index is bool: a mask.
+    numbers = index if index.dtype.itemsize > 1 else index.nonzero().flatten()
+    return _index_select(tensor, dim, numbers)
+
+
+def _index_select(tensor: Traced, dim: int, index: torch.Tensor) -> Traced:
+    dim %= len(tensor.shape)
+    numbers = [number % tensor.shape[dim] for number in index.tolist()]
+    # Numbers that follow one another have the same difference to their place in the list.
+    runs = [list(run) for _, run in groupby(enumerate(numbers), lambda pair: pair[1] - pair[0])]
+    parts = [tensor.narrow(dim, run[0][1], run[-1][1] + 1) for run in runs]
+    return concatenate(parts, dim) if parts else tensor.narrow(dim, 0, 0)
+
+
+def _make_zeros(_: Traced, shape: Sequence[int]) -> Traced:
+    return Traced(tuple(shape), (), (Zeros(tuple(shape)),))
+
+
 def _split(tensor: Traced, sizes: int | Sequence[int], dim: int = 0) -> list[Traced]:
     dim %= len(tensor.shape)
     whole_size = tensor.shape[dim]
@@ -156,6 +203,9 @@ _OPERATIONS: dict[str, Operation] = {
     "clone": _keep,
     "contiguous": _keep,
     "detach": _keep,
+    "index": _index,
+    "index_select": _index_select,
+    "new_zeros": _make_zeros,
     "permute": Traced.permute,
     "select": _select,
     "slice": _slice,
@@ -170,7 +220,7 @@ _OPERATIONS: dict[str, Operation] = {
     "view": Traced.reshape,
     "_unsafe_view": Traced.reshape,
 }
-_WITHOUT_EFFECT = frozenset({"memory_format"})
+_WITHOUT_EFFECT = frozenset({"memory_format", "pin_memory"})
 
 
 def start_trace(fqn: str, tensor: torch.Tensor) -> torch.Tensor:
@@ -204,14 +254,17 @@ def _tracer() -> Any:
     import torch
 
     class TracedTensor(torch.Tensor):
-        """A tensor on the meta device, with a record of its pieces."""
+        """A tensor without values, with a record of its pieces.
+
+        Its device is not "meta", where the numbers of an index would have no values either.
+        """
 
         traced: Traced
 
         @staticmethod
         def __new__(cls: type[TracedTensor], traced: Traced, dtype: torch.dtype) -> TracedTensor:
             made: TracedTensor = torch.Tensor._make_wrapper_subclass(  # noqa: SLF001 - torch's documented way
-                cls, traced.shape, dtype=dtype, device=torch.device("meta")
+                cls, traced.shape, dtype=dtype, device=torch.device("cpu")
             )
             made.traced = traced
             return made

@@ -8,6 +8,7 @@ values that no file stores, such as dequantised weights.
 from __future__ import annotations
 
 import threading
+from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Protocol, TypeAlias, runtime_checkable
 
@@ -112,6 +113,28 @@ class Derived(str):
         """Return the arguments that make an equal name in another process."""
         file, _, detail = self.partition("\0")
         return (file, detail, self.computation), {"follows": self.follows}
+
+
+@dataclass(frozen=True, slots=True)
+class ZeroBytes:
+    """Zeros, which no file stores; it implements `Computation`.
+
+    Args:
+        files: the files that have the other values of the tensor.
+        nbytes: the number of zero bytes.
+    """
+
+    files: tuple[str, ...]
+    nbytes: int
+
+    @property
+    def tile_nbytes(self) -> int:
+        """The size of a byte: each is computed on its own."""
+        return 1
+
+    def read_into(self, _pool: Reader, _byte_offset: int, target: memoryview) -> None:
+        """Fill ``target`` with zeros."""
+        target[:] = bytes(len(target))
 
 
 def list_files(file: str) -> tuple[str, ...]:

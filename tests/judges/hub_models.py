@@ -16,9 +16,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import transformers
 from torch import Tensor, nn
 from transformers import PreTrainedModel, conversion_mapping
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+from reshard.model.build import list_classes
 
 LARGEST = 70_000_000  # elements of a model that still counts as tiny
 VOCABULARY = 128
@@ -149,12 +152,15 @@ def list_cases() -> dict[str, Case]:
 
 
 def find_classes(model_type: str) -> list[type[PreTrainedModel]]:
-    """Return the model classes that take the configuration of a type."""
+    """Return the model classes that take the configuration of a type.
+
+    A type without a module of models has the classes of another type.
+    """
     kind = CONFIG_MAPPING[model_type]
     try:
         module = importlib.import_module(kind.__module__.replace("configuration_", "modeling_"))
     except ImportError:
-        return []
+        return [getattr(transformers, name) for name in list_classes(model_type)]
     return [
         each
         for each in vars(module).values()

@@ -193,6 +193,11 @@ OPERATIONS = {
     "flatten": lambda t: t.flatten()[5:29].unflatten(0, (4, 6)).T,
     "steps": lambda t: torch.cat([t[::2], t[1::2]]),
     "select": lambda t: t[3].unsqueeze(-1).movedim(0, 1),
+    "columns": lambda t: t[:, [0, 3, -2]].flatten(0, 1),
+    "rows": lambda t: t.index_select(0, torch.tensor([4, 5, 6, 1, 0, 0])),
+    "mask": lambda t: t[torch.arange(12) % 3 > 0],
+    "no rows": lambda t: torch.cat([t[[]], t]),
+    "padding": lambda t: torch.cat([t, t.new_zeros(3, 4)]).T.reshape(5, 12)[1:],
 }
 
 
@@ -207,6 +212,33 @@ def test_every_movement_of_elements_is_followed(operation, tmp_path):
     moved = conversion.apply(formats.read(tmp_path / "model.safetensors"))
     expected = operation(tensor).contiguous()
     assert read_all(moved)["t"] == (tuple(expected.shape), expected.numpy().tobytes())
+
+
+def test_padding_is_left_out_on_the_way_back(tmp_path):
+    from safetensors.torch import save_file
+
+    tensor = torch.arange(48.0).reshape(12, 4)
+    save_file({"t": tensor}, tmp_path / "model.safetensors")
+    memory, start = formats.read(tmp_path / "model.safetensors"), start_trace("t", tensor)
+    padded = read_trace(torch.cat([start, start.new_zeros(3, 4)]))
+    conversion = FormConversion("model", {"t": (12, 4)}, {"p": padded})
+    conversion.prove()
+    published = conversion.apply(memory)
+    check(published)
+    assert read_all(conversion.invert().apply(published)) == read_all(memory)
+    lost = FormConversion("model", {"t": (12, 4)}, {"p": read_trace(start[1:])})
+    with pytest.raises(UnsupportedError, match="loses or repeats elements"):
+        lost.prove()
+
+
+@pytest.mark.parametrize(
+    "operation",
+    [lambda t: t[[0, 1], [1, 2]], lambda t: t[torch.tensor([[0, 1]])], lambda t: t + 1],
+    ids=["two dims", "a matrix of numbers", "a sum"],
+)
+def test_other_operations_are_refused(operation):
+    with pytest.raises(UnsupportedError):
+        operation(start_trace("t", torch.zeros(3, 4)))
 
 
 def test_an_operation_that_computes_is_refused_by_name():
