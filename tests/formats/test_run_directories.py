@@ -70,6 +70,7 @@ def assert_is_of(step, source, **options):
         (("m--val_loss=1.0-step=2-last", "m--val_loss=0.5-step=4"), "weights"),  # NeMo 2
         (("step-00000002", "step-00000004"), "lit_model.pth"),  # litgpt
         (("epoch_0_step_2", "epoch_1_step_4"), "."),  # NeMo Automodel
+        (("epoch_0_train_step_2", "epoch_1_train_step_4"), "."),  # TorchTNT
         (("step_2", "step_4"), "trainer"),  # prime-rl
     ],
 )
@@ -264,6 +265,28 @@ def test_verl_saves_the_state_of_its_data_loader_beside_the_actor(tmp_path):
         manifest = reshard.inspect(place).manifest
         assert manifest.train.step == 3
         assert any("data.pt: not read" in warning for warning in manifest.warnings)
+
+
+@pytest.mark.parametrize("folder", ["", "/work/run/"])
+@pytest.mark.parametrize("names", [("model_0000099", "model_0000199"), ("best_epoch_1", "epoch_2")])
+def test_the_file_that_last_checkpoint_names_is_taken(tmp_path, names, folder):
+    """detectron2 writes the name of a file, and MMEngine the path where it was saved."""
+    model = nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters(), momentum=0.9)
+    model(torch.ones(2)).sum().backward()
+    optimizer.step()
+    for step, name in enumerate(names):
+        saved = {
+            "model": model.state_dict(),
+            "optimizer": optimizer.state_dict(),
+            "iteration": step,
+        }
+        torch.save(saved, tmp_path / f"{name}.pth")
+    for step, name in enumerate(names):
+        (tmp_path / "last_checkpoint").write_text(f"{folder}{name}.pth")
+        manifest = reshard.inspect(tmp_path).manifest
+        assert manifest.train.step == step
+        assert any(f"{names[1 - step]} is another checkpoint" in w for w in manifest.warnings)
 
 
 def test_skyrl_saves_the_state_of_its_trainer_beside_the_policy(tmp_path):

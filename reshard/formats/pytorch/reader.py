@@ -6,7 +6,7 @@ import contextlib
 import re
 from collections.abc import Mapping
 from dataclasses import replace
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import Any
 
 from reshard.containers.json_files import read_json_object
@@ -32,6 +32,7 @@ from reshard.model.adapter_names import VERL, name_in_model
 from reshard.state_dict import assemble, sections
 from reshard.state_dict.global_tensor import GlobalTensor
 from reshard.state_dict.tree import ParsedTree
+from reshard.system.files import MAX_POINTER, read_small_file
 from reshard.training import copied_files, trainer_run
 from reshard.training.trainer_run import TrainerRun
 from reshard.units import some
@@ -40,6 +41,7 @@ _WEIGHTS = re.compile(r"(adapter_)?model(_\d+)?\.safetensors")
 _ADAPTER, _ADAPTER_CONFIG = "adapter_model", "adapter_config.json"
 _EXTRA_STATE = "extra_state"  # VeOmni 0.1.12 ``checkpoint/dcp_checkpointer.py``
 _LATEST = "latest"  # Composer's symlink
+_POINTER = "last_checkpoint"  # of detectron2 and MMEngine, with the name or path of a file
 
 _COPY = "{} is assumed to be the same model as {}, which is not read"
 
@@ -190,7 +192,7 @@ def _read_stages(
     by_key = next((stem for stem in families if keyed.startswith(f"{stem}.")), None)
     given = (stem for stem, files in grouped.items() if chosen in {p.name for p in files.values()})
     families, warnings = _select_checkpoint(
-        families, by_key or next(given, None) or _find_newest(families)
+        families, by_key or next(given, None) or _find_newest(location, families)
     )
     stages = find_stages(families.values(), key)
     if not stages:
@@ -217,11 +219,18 @@ def _select_checkpoint(
     return {stem: files for stem, files in families.items() if stem not in others}, warnings
 
 
-def _find_newest(families: Mapping[str, OpenedRanks]) -> str | None:
+def _find_newest(location: Location, families: Mapping[str, OpenedRanks]) -> str | None:
     """Return the newest of a run's checkpoints in one directory; None if there are not several.
 
-    That is Composer's ``latest-rank0.pt``, else the highest number (``ep1-ba20-rank0.pt``).
+    That is the one that ``last_checkpoint`` names, Composer's ``latest-rank0.pt``, else the highest
+    number (``ep1-ba20-rank0.pt``).
     """
+    pointer = location.files.get(_POINTER)
+    if pointer is not None and len(families) > 1:
+        named = read_small_file(pointer, MAX_POINTER).decode(errors="replace").strip()
+        stem = PurePath(named).stem
+        if stem in families and _is_checkpoint(families[stem]):
+            return stem
     numbers = {stem: run.parse_number(stem) for stem in families if stem != _LATEST}
     if len(families) < 2 or None in numbers.values():
         return None
