@@ -237,8 +237,7 @@ def build_is_divided(state: WritableState, model: ModelShapes | None) -> Callabl
             return False
         # As a parameter of an FSDP unit, several ranks would have blocks of it.
         is_dtensor = weight.fqn in state.manifest.placements
-        may_be_ignored = weight.shape[0] > 1 and not is_dtensor
-        if may_be_ignored and _is_stored_whole(weight, ranks) and by_fsdp():
+        if not is_dtensor and _is_stored_whole(weight, ranks) and by_fsdp():
             return False
         if model is not None:
             return _is_parameter(model, weight.fqn)
@@ -267,12 +266,14 @@ def _count_ranks_of_stage(state: WritableState) -> int:
 def _is_stored_whole(weight: Weight, ranks: int) -> bool:
     """Return whether rank files have a copy on each of the ranks, or DCP has one block.
 
-    One block in one rank file may be the part of a flat parameter that this rank has.
+    One block in one rank file may be the part of a flat parameter that this rank has, and the only
+    row of a parameter is one block in DCP, too, if FSDP shards it.
     """
     chunks = [chunk for chunk in weight.value.chunks if chunk.box.volume]
     one_box = len({chunk.box for chunk in chunks}) == 1
     is_copied = 1 < len(chunks) >= ranks  # under HYBRID_SHARD, some ranks have copies of a block
-    return one_box and (is_copied or chunks[0].file.endswith(".distcp"))
+    is_one_row = weight.shape[:1] == (1,)
+    return one_box and (is_copied or (chunks[0].file.endswith(".distcp") and not is_one_row))
 
 
 def _is_sharded_by_fsdp(state: WritableState) -> bool:
