@@ -1,8 +1,8 @@
 """Refuse the checkpoints of libraries that reshard does not read, by the names of their files.
 
-Sources: fairseq2 0.8.1 ``checkpoint/manager.py``; torchsnapshot 0.1.0 ``snapshot.py``; Orbax 0.12
-``checkpoint/_src/metadata``; PaddleNLP 2.8 ``transformers/configuration_utils.py`` and
-``trainer/plugins/unified_checkpoint.py``.
+Sources: fairseq2 0.8.1 ``checkpoint/manager.py``; OLMo 0.6.0 ``checkpoint.py``; torchsnapshot 0.1.0
+``snapshot.py``; Orbax 0.12 ``checkpoint/_src/metadata``; PaddleNLP 2.8
+``transformers/configuration_utils.py`` and ``trainer/plugins/unified_checkpoint.py``.
 """
 
 from __future__ import annotations
@@ -47,6 +47,12 @@ def _is_of_fairseq2(location: Location) -> bool:
     return location.find_nested(f"model/{_FAIRSEQ2}" if above == "model" else _FAIRSEQ2) is not None
 
 
+def _is_of_olmo(location: Location) -> bool:
+    files = [f"{folder}/rank0.pt" for folder in ("model", "optim", "train")]
+    is_local = "metadata.yaml" in location.files and not location.chosen
+    return is_local and all(map(location.find_nested, files))
+
+
 def _is_of_paddle(location: Location) -> bool:
     """Return whether there are fp32 masters in a file of Paddle's, or a config of PaddleNLP.
 
@@ -65,6 +71,12 @@ _LIBRARIES = (
         "set export_hugging_face in the run, and pass step_N/hg; the weights of a run without"
         f" sharding are in model/{_FAIRSEQ2}",
         _is_of_fairseq2,
+    ),
+    _Library(
+        "is a checkpoint of OLMo's LocalShardedCheckpointer, whose flat parameters reshard does not"
+        " read",
+        "make whole files of it with OLMo's scripts/unshard.py",
+        _is_of_olmo,
     ),
     _Library(
         "is a snapshot of torchsnapshot, which reshard does not read",

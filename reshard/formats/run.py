@@ -23,10 +23,10 @@ from reshard.units import some
 
 _NUMBERED = re.compile(
     r"(?:(?:checkpoint|step|global_step|iter|(?:dist_)?epoch|ckpt)[-_]?|(?:ep\d+-)?ba|epoch_\d+_(?:train_)?step_)?"
-    r"(\d{1,19})"
+    r"(\d{1,19})(?:-unsharded)?"
     r"|(?:.*-)?step=(\d{1,19})(?:-.*)?(?:\.ckpt)?"
 )
-_LINK = re.compile(r"(?:.*[-_])?(?:latest|last)(?:[-_](?:checkpoint|ckpt))?")
+_LINK = re.compile(r"(?:.*[-_])?(?:latest|last)(?:[-_](?:checkpoint|ckpt|unsharded))?")
 _POINTERS = (
     *("latest", "latest_checkpointed_iteration.txt", "latest.txt"),
     "latest_ckpt_global_step.txt",  # SkyRL's

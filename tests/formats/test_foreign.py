@@ -27,6 +27,11 @@ from reshard.errors import UnsupportedError
             ],
         ),
         ("fairseq2", "step_10/model/pp_00/tp_00", ["sdp_00.pt", "sdp_01.pt"]),
+        (
+            "OLMo's Local",
+            "run/step10",
+            ["model/rank0.pt", "optim/rank0.pt", "train/rank0.pt", "metadata.yaml"],
+        ),
         ("torchsnapshot", "snapshot", [".snapshot_metadata", "0/model/weight"]),
         ("Orbax", "run/100", ["_CHECKPOINT_METADATA", "default/manifest.ocdbt"]),
         ("Orbax", "items", ["_METADATA", "manifest.ocdbt", "d/0"]),

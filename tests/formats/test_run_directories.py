@@ -70,6 +70,7 @@ def assert_is_of(step, source, **options):
         (("m--val_loss=1.0-step=2-last", "m--val_loss=0.5-step=4"), "weights"),  # NeMo 2
         (("step-00000002", "step-00000004"), "lit_model.pth"),  # litgpt
         (("epoch_0_step_2", "epoch_1_step_4"), "."),  # NeMo Automodel
+        (("step2-unsharded", "step4-unsharded"), "."),  # OLMo
         (("epoch_0_train_step_2", "epoch_1_train_step_4"), "."),  # TorchTNT
         (("step_2", "step_4"), "trainer"),  # prime-rl
     ],

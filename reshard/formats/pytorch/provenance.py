@@ -22,7 +22,7 @@ _NOT_OF_TRAINER = re.compile(
     r"\.metadata|.*\.distcp|scheduler\.bin|random_states_\d+\.pkl|checkpoint\.pt"
     r"|(model|optim|extra_state)_.*rank_?\d+\.pt"
 )
-_STEP = re.compile(r"(?:global_|epoch_\d+_(?:train_)?)?step[-_]?(\d+)")
+_STEP = re.compile(r"(?:global_|epoch_\d+_(?:train_)?)?step[-_]?(\d+)(?:-unsharded)?")
 
 
 def parse_step(location: Location) -> int | None:
