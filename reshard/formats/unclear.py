@@ -95,20 +95,19 @@ def _refuse_rank_files(location: Location, names: Iterable[str]) -> None:
     Raises:
         UnsupportedError: a file's name states a rank, and there are those of other ranks.
     """
-    for name in names:
-        match = _MODEL_PARALLEL.search(name)
-        siblings = [n for n in location.files if match and _MODEL_PARALLEL.search(n)]
-        is_read = any(registry.detects(kind, location) for kind in ("deepspeed", "meta"))
-        if len(siblings) > 1 and not is_read:
-            known = registry.detect(Location(location.directories)) if location.chosen else None
-            raise UnsupportedError(
-                location.files[name],
-                "is one rank's shard of a model-parallel checkpoint"
-                + ("" if known else ", of an unknown format"),
-                f"pass its directory: {location.path.parent}"
-                if known
-                else "it is not the whole model; if it is, pass --from torch",
-            )
+    name = next(filter(_MODEL_PARALLEL.search, names), None)
+    if name is None or sum(1 for n in location.files if _MODEL_PARALLEL.search(n)) < 2:
+        return
+    if not any(registry.detects(kind, location) for kind in ("deepspeed", "meta")):
+        known = registry.detect(Location(location.directories)) if location.chosen else None
+        raise UnsupportedError(
+            location.files[name],
+            "is one rank's shard of a model-parallel checkpoint"
+            + ("" if known else ", of an unknown format"),
+            f"pass its directory: {location.path.parent}"
+            if known
+            else "it is not the whole model; if it is, pass --from torch",
+        )
 
 
 def is_checkpoint(location: Location) -> bool:

@@ -25,7 +25,7 @@ from reshard.errors import (
     UnrecognisedError,
     UnsupportedError,
 )
-from reshard.formats import run
+from reshard.formats import registry, run, unclear
 
 ROOT = Path(__file__).resolve().parents[2]
 STEPS = (2, 4)
@@ -763,3 +763,16 @@ def test_the_advice_about_a_missing_checkpoint_names_only_others(tmp_path):
     with pytest.raises(UnrecognisedError) as e:
         run.find_checkpoint(Location([tmp_path]), None, lambda _location: False)
     assert e.value.remedy == "choose another one with --tag; there are global_step2"
+
+
+def test_a_format_is_not_looked_for_once_more_for_each_file(tmp_path, monkeypatch):
+    calls, detects = [], registry.detects
+    monkeypatch.setattr(registry, "detects", lambda *args: calls.append(args) or detects(*args))
+    counts = []
+    for files in (2, 20):
+        for rank in range(files):
+            torch.save(state(2), tmp_path / f"model_rank{rank}.pt")
+        calls.clear()
+        unclear.refuse_one_of_many(Location([tmp_path]))
+        counts.append(len(calls))
+    assert counts[0] == counts[1]
