@@ -15,7 +15,7 @@ from typing import Any
 from reshard.containers.torch_objects import read_number
 from reshard.core import counts
 from reshard.core.box import Index
-from reshard.core.manifest import Entry, Keyed, ParamGroup, UnnamedOptimizer
+from reshard.core.manifest import MASTER, Entry, Keyed, ParamGroup, UnnamedOptimizer
 from reshard.errors import MIXED, CorruptError, UnsupportedError, shown
 from reshard.quantised import moments
 from reshard.state_dict import nested_slots
@@ -31,7 +31,7 @@ from reshard.state_dict.optimizer_layouts import (
 )
 from reshard.state_dict.optimizer_names import AmbiguousError, may_be_divided_by_decay
 from reshard.state_dict.plain_values import to_plain
-from reshard.state_dict.tree import LocalTensors, as_list, is_tensor
+from reshard.state_dict.tree import LocalTensors, as_global, as_list, is_tensor
 from reshard.system.files import SourceFiles
 from reshard.training import optimizers
 from reshard.units import counted
@@ -47,6 +47,10 @@ _GROUPS_BY_NAMES = UnnamedOptimizer(
     " Shampoo, which reshard does not convert",
     advice="resume from the source itself",
 )
+# Names beside the state dict of an optimizer of 16-bit parameters, whose fp32 masters are a list:
+# Megatron's (one for each param group), that of apex and of Megatron until 2020, and SpecForge's
+# (one for all groups).
+MASTER_LISTS = ("fp32_from_fp16_params", "fp32_from_fp16", "fp32_params")
 _FAIRSCALE = "param_id_map"  # FairScale's consolidated form numbers parameters by unit
 
 
@@ -191,6 +195,36 @@ def read(value: Any, known: KnownParameters, pool: SourceFiles) -> ParsedOptimiz
             " they are in no param group"
         )
     return parsed
+
+
+def add_masters(value: Mapping[str, Any], masters: Any) -> dict[str, Any] | None:
+    """Return an optimizer's state dict with the fp32 master of each parameter as one of its slots.
+
+    Args:
+        masters: a list of all groups, or a list for each group.
+
+    Returns:
+        None if the lists are not those of all parameters: some may have no master.
+    """
+    state, groups = _normalize(value)
+    listed = as_list(masters) or []
+    own = [as_list(each) for each in listed if not is_tensor(each)]
+    if own and (len(own) != len(listed) or len(own) != len(groups) or None in own):
+        return None
+    members = [_list_members(group) for group in groups]
+    if own and list(map(len, members)) != [len(each or ()) for each in own]:
+        return None
+    keys = [key for each in members for key in each]
+    tensors = [tensor for each in own for tensor in each or ()] if own else listed
+    if not keys or len(keys) != len(tensors) or not all(map(is_tensor, tensors)):
+        return None
+    added: dict[Any, Slots] = {}
+    for key, tensor in zip(keys, tensors, strict=True):
+        shape, master = infer_shape(state.get(key, {})), as_global(tensor)
+        if shape is not None and master is not None and master.shape != shape:
+            return None
+        added[key] = {**state.get(key, {}), MASTER: tensor}
+    return {_STATE: {**state, **added}, _GROUPS: groups}
 
 
 def _normalize(value: Mapping[str, Any]) -> tuple[dict[Any, Slots], list[dict[str, Any]]]:

@@ -17,7 +17,7 @@ from reshard.errors import UnrecognisedError, UsageError
 from reshard.state_dict import leaves
 from reshard.state_dict import tree as trees
 from reshard.state_dict.global_tensor import GlobalTensor
-from reshard.state_dict.optimizer_state import is_optimizer
+from reshard.state_dict.optimizer_state import MASTER_LISTS, add_masters, is_optimizer
 from reshard.state_dict.tree import (
     as_list,
     collect_tensors,
@@ -68,6 +68,7 @@ class Sections:
     model: dict[str, Any]
     model_path: Path
     optimizers: dict[Path, Any]
+    masters: frozenset[Path] = frozenset()  # the lists of masters that are in ``optimizers`` now
     scheduler: Any = None
     scaler: Any = None
     rng: Any = None
@@ -92,8 +93,8 @@ def find(tree: Any, where: str, key: str | None = None) -> Sections:
         IncompleteError: the state dict has weights in lists or dicts, which nothing reads.
         UsageError: there is no state dict at ``key``.
     """
-    optimizers = _find_optimizers(tree)
-    models = _find_models(tree, optimizers)
+    optimizers, masters = _add_masters(tree, _find_optimizers(tree))
+    models = _find_models(tree, {*optimizers, *masters})
     if not models:
         _refuse_modules(tree, where)
     path = (
@@ -103,11 +104,11 @@ def find(tree: Any, where: str, key: str | None = None) -> Sections:
     )
     item = _get_item(tree, path)
     model = models.get(path) or collect_tensors(item)
-    parts = Sections(model, path, optimizers)
+    parts = Sections(model, path, optimizers, masters)
     parts.other_models = [
         format_path(other) or "the top level" for other in models if other != path
     ]
-    parts.unread = _find_opaque(item, where, path, {*optimizers, *models})
+    parts.unread = _find_opaque(item, where, path, {*optimizers, *masters, *models})
     _sort_rest(parts, tree, models)
     return parts
 
@@ -136,7 +137,22 @@ def _find_optimizers(tree: Any) -> dict[Path, Any]:
     return optimizers
 
 
-def _find_models(tree: Any, optimizers: Mapping[Path, Any]) -> dict[Path, dict[str, Any]]:
+def _add_masters(
+    tree: Any, optimizers: Mapping[Path, Any]
+) -> tuple[dict[Path, Any], frozenset[Path]]:
+    """Return the optimizers with the fp32 masters beside them, and the paths of these lists."""
+    complete, taken = dict(optimizers), set()
+    for path, optimizer in optimizers.items():
+        above = _get_item(tree, path[:-1]) if path else {}
+        name = next((n for n in MASTER_LISTS if isinstance(above, dict) and n in above), None)
+        added = add_masters(optimizer, above[name]) if name else None
+        if added is not None:
+            complete[path] = added
+            taken.add((*path[:-1], name))
+    return complete, frozenset(taken)
+
+
+def _find_models(tree: Any, optimizers: Collection[Path]) -> dict[Path, dict[str, Any]]:
     """Return every dict with tensors that is neither an optimizer's nor a generator's state."""
     models = {}
     for path, node in walk(tree, _DEPTH):
@@ -284,7 +300,7 @@ def _get_item(tree: Any, path: Path) -> Any:
 
 def _sort_rest(parts: Sections, tree: Any, models: Mapping[Path, Any]) -> None:
     """Sort everything beside the model and the optimizers, by its name."""
-    taken = {*parts.optimizers, *models}
+    taken = {*parts.optimizers, *parts.masters, *models}
     waiting: list[tuple[Path, Any]] = [((), tree)]
     while waiting:
         path, node = waiting.pop(0)

@@ -610,7 +610,9 @@ def test_symlinked_checkpoints_are_those_of_the_run(tmp_path):
 def test_a_model_beside_optimizers_of_ranks_has_their_name_without_a_number(tmp_path):
     """Read what SpecForge 0.2 saves of FSDP 1 (``training/checkpoint.py``)."""
     weights = {"a.weight": torch.arange(6.0).reshape(2, 3), "b.weight": torch.ones(4, 2)}
-    torch.save({"draft_state_dict": weights, "global_step": 3}, tmp_path / "training_state.pt")
+    weights = {name: weight * 1.0001 for name, weight in weights.items()}
+    draft = {name: weight.bfloat16() for name, weight in weights.items()}
+    torch.save({"draft_state_dict": draft, "global_step": 3}, tmp_path / "training_state.pt")
     groups = [{"lr": 0.1, "betas": (0.9, 0.999), "eps": 1e-8, "params": [0, 1]}]
     for rank, parts in enumerate([(slice(6), slice(1)), (slice(0), slice(1, 8))]):
         state = {
@@ -621,7 +623,13 @@ def test_a_model_beside_optimizers_of_ranks_has_their_name_without_a_number(tmp_
             }
             for number, (weight, part) in enumerate(zip(weights.values(), parts, strict=True))
         }
-        inner = {"optimizer_state_dict": {"state": state, "param_groups": groups}}
+        masters = [
+            weight.flatten()[part] for weight, part in zip(weights.values(), parts, strict=True)
+        ]
+        inner = {
+            "optimizer_state_dict": {"state": state, "param_groups": groups},
+            "fp32_params": masters,
+        }
         torch.save({"optimizer": inner, "rng": {}}, tmp_path / f"training_state_rank{rank}.pt")
     with reshard.open(tmp_path) as checkpoint:
         for name, weight in weights.items():

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Container, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import PurePosixPath
 from typing import Any
 
@@ -21,7 +21,7 @@ from reshard.core.box import whole
 from reshard.core.chunks import Chunk, contiguous
 from reshard.core.dtypes import UINT8, DType
 from reshard.core.location import Location
-from reshard.core.manifest import WEIGHT_KINDS, Entry, Key, Manifest
+from reshard.core.manifest import BUFFER, MASTER, PARAM, WEIGHT_KINDS, Entry, Key, Manifest
 from reshard.formats.base import StateConversion
 from reshard.formats.dcp import metadata, reader, writer
 from reshard.formats.dcp.directory import is_metadata
@@ -164,11 +164,12 @@ def _find_owners(
         )
         if place is None or not is_same or place in owners or place not in names:
             return {}
-        if entry.kind in WEIGHT_KINDS and names[place][-1] != entry.fqn:
+        # A master has its number in the list of its param group.
+        if entry.kind in (PARAM, BUFFER) and names[place][-1] != entry.fqn:
             return {}
         owners[place] = entry.key
     # Names of one weight that are stored twice are equal; each of them gets the kept value.
-    kept = {fqn: (kind, fqn) for kind, fqn in owners.values() if kind in WEIGHT_KINDS}
+    kept = {fqn: (kind, fqn) for kind, fqn in owners.values() if kind in (PARAM, BUFFER)}
     for place in tensors.keys() - owners.keys():
         alias = manifest.tied.get(str(names[place][-1])) if place in names else None
         if alias in kept:
@@ -266,6 +267,12 @@ def _build_values(state: WritableState, *, dtype: DType | None) -> dict[Key, Val
     """
     weights = torch_state_dict.build_weights(state, dtype=dtype)
     values = {(kind, fqn): value for fqn, value in weights.items() for kind in WEIGHT_KINDS}
+    masters = torch_state_dict.build_weights(state)
+    for weight in state.weights:
+        if weight.value.kind == MASTER:
+            master = masters[weight.fqn]
+            values[MASTER, weight.fqn] = master
+            values[PARAM, weight.fqn] = replace(master, dtype=dtype or weight.dtype)
     for member in state.members:
         slots = member.slots.values()
         values.update((each.key, torch_state_dict.build_slot(member, each)) for each in slots)

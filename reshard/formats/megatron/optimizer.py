@@ -38,7 +38,7 @@ from reshard.layouts.partition import Member, build_flat_chunks
 from reshard.state_dict.global_tensor import GlobalTensor
 from reshard.state_dict.hyper_parameters import read_counter, read_hyper
 from reshard.state_dict.optimizer_names import AmbiguousError, name_groups
-from reshard.state_dict.optimizer_state import ParsedOptimizer
+from reshard.state_dict.optimizer_state import MASTER_LISTS, ParsedOptimizer
 from reshard.state_dict.tree import as_global, as_list
 from reshard.system.files import SourceFiles
 from reshard.units import counted
@@ -49,7 +49,6 @@ _STATE = fields(
 _FULL = "float32"
 _MASTERS = ("param", "fp32_param", "master_param")  # of the flat form, torch_dist, and TE's own
 CHAINED = "chained"  # in a loss scaler: those of all optimizers of a chain, if they differ
-_MASTER_LISTS = ("fp32_from_fp16_params", "fp32_from_fp16")  # the second until 2020
 
 
 @dataclass(frozen=True, slots=True)
@@ -387,7 +386,7 @@ def make_entry(fqn: str, slot: str, tensor: GlobalTensor) -> Entry:
 
 def _list_masters(state: Mapping[str, Any]) -> list[list[GlobalTensor]]:
     """Return the fp32 copies of the 16-bit members of each group."""
-    lists = next((state[key] for key in _MASTER_LISTS if key in state), None)
+    lists = next((state[key] for key in MASTER_LISTS if key in state), None)
     if not isinstance(lists, list):
         return []
     return [
