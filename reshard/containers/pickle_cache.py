@@ -3,30 +3,48 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from reshard.containers import numpy_arrays
 from reshard.containers.pickles.unpickle import loads
-from reshard.containers.pickles.values import Builder, DictObject
+from reshard.containers.pickles.values import Builder, Call, DictObject
 from reshard.containers.torch_objects import TORCH_BUILDERS, Storages, StoredBuffer, Tensor
 from reshard.core import stamps
 from reshard.core.stamps import KEY, Stamp
 
-_CONTAINERS = frozenset({dict, DictObject, list, tuple})
-_DEEPEST = 16  # of containers in a pickle that is kept
+_DEEPEST = 16  # of containers and objects in a pickle that is kept
+_FIELDS = ("args", "state", "items", "elements")  # of a `Call`, in which tensors can be
 _KEY = b"X%c\0\0\0%b" % (len(KEY), KEY.encode())
 _LONGEST = 1024  # bytes of a stamp in a pickle
 _MEMO = rb"(?:q.|r.{4})"  # BINPUT, LONG_BINPUT
-# The end of a pickle of protocol 2 whose last value is a stamp (`Stamp.as_dict`). The rank, the
-# length of the file's name and that name are groups of their own, and so is what is between them.
-_STAMPED = re.compile(
-    rb"(%b.{,99}?X\x07\0\0\0save_id.{,299}?X\x04\0\0\0rank%b)(K.|M..|J.{4})"
-    rb"(X.{,99}?X\x04\0\0\0file%bX)(.{4})([ -~]*)(%bu[usb]*\.)" % (_KEY, _MEMO, _MEMO, _MEMO),
+_NUMBER = rb"(?:K.|M..|J.{4})"  # BININT1, BININT2, BININT
+_NUMBERS = re.compile(_NUMBER, re.DOTALL)
+# The end of a pickle of protocol 2 whose last value is a stamp (`Stamp.as_dict`). The groups are
+# the rank, the length of the file's name, and that name.
+_STAMP = re.compile(
+    rb"%b.{,99}?X\x07\0\0\0save_id.{,299}?X\x04\0\0\0rank%b(%b)"
+    rb"X.{,99}?X\x04\0\0\0file%bX(.{4})([ -~]*)%bu[usb]*\." % (_KEY, _MEMO, _NUMBER, _MEMO, _MEMO),
+    re.DOTALL,
+)
+# What the mesh of a rank's DTensors states about the rank (torch 2.13
+# ``distributed/device_mesh.py``). The groups are the names of its process groups, the rank, and the
+# coordinates.
+_GROUPS, _RANK, _COORDINATE = "_dim_group_names", "_rank", "_coordinate_on_dim"
+_NAME = rb"X.\0{3}[0-9a-f]+%b" % _MEMO
+_NAMES = re.compile(rb"X(.)\0{3}([0-9a-f]+)", re.DOTALL)
+_MESH = re.compile(
+    rb"X\x10\0\0\0_dim_group_names%b\]%b((?:%ba|\((?:%b){2,3}e))"
+    rb"X\x05\0\0\0_rank%b(%b)X\x12\0\0\0_coordinate_on_dim%b(%b{1,3})(?=[\x85-\x87])"
+    % (_MEMO, _MEMO, _NAME, _NAME, _MEMO, _NUMBER, _MEMO, _NUMBER),
     re.DOTALL,
 )
 
-Holders = dict[int, list[Any]]  # the id of a container -> the keys or positions of those in it
+Holders = dict[int, list[Any]]
+"""The id of a container or object -> the keys, positions or fields of what holds tensors in it."""
+
+Span = tuple[int, int]
+_HOLDS_ITSELF = 0  # in place of an id
 
 
 class PickleContent(NamedTuple):
@@ -36,7 +54,7 @@ class PickleContent(NamedTuple):
         value: its root, without the stamp.
         globals: every global that it names.
         storages: its storages, without positions.
-        is_known: whether an earlier file has an equal pickle, except for the stamp.
+        is_known: whether an earlier file has an equal pickle, except for what states its rank.
     """
 
     value: Any
@@ -50,22 +68,35 @@ class _Kept(NamedTuple):
     """A pickle that was parsed.
 
     Args:
-        before: its bytes; or those before its stamp, if only that differs between ranks.
-        rest: the bytes from the stamp on, without the rank and the name of the file.
+        parts: its bytes without what each rank states about itself.
+        mesh_at: where the place of the rank in a mesh begins; -1 if there is none.
+        mesh: the dict that has this place in the content.
         holders: the containers in which tensors are; empty if no tensor has elements.
     """
 
-    before: bytes
-    rest: bytes
-    parsed: PickleContent
+    parts: Sequence[bytes]
+    mesh_at: int
+    mesh: dict[str, Any] | None
+    content: PickleContent
     holders: Holders
+
+    def equals(self, data: bytes, holes: Sequence[Span]) -> bool:
+        """Return whether a pickle has the same bytes outside of some ranges."""
+        if len(self.parts) != len(holes) + 1:
+            return False
+        at = 0
+        for part, (start, stop) in zip(self.parts, [*holes, (len(data),) * 2], strict=True):
+            if start - at != len(part) or not data.startswith(part, at):
+                return False
+            at = stop
+        return True
 
 
 class PickleCache:
-    """Parses equal pickles once, also if each has the stamp of its own rank.
+    """Parses equal pickles once, also if each has the stamp and the place in a mesh of its rank.
 
     The positions of elements differ between files. So a pickle whose tensors have elements is kept
-    only if all of its tensors are in dicts, lists and tuples, in which they are easily replaced.
+    only if all of its tensors are in containers and objects, in which they are easily replaced.
     """
 
     _MOST = 16  # pickles: enough for the devices of a node, or the shapes of a model
@@ -84,16 +115,18 @@ class PickleCache:
         Raises:
             CorruptError, UnsafeError: as in `loads` and `stamps.take`.
         """
-        end, rest, own = _split_stamp(data)
+        holes, own = _find_stamp(data)
         for kept in self._kept:
-            if len(kept.before) == end and kept.rest == rest and data.startswith(kept.before):
-                stamp = kept.parsed.stamp
+            place = _find_place(data, kept.mesh_at) if kept.mesh else None
+            spans = [*place.regs[1:], *holes] if place else holes
+            if kept.equals(data, spans):
+                stamp = kept.content.stamp
                 if own and stamp:
                     rank, file = own
-                    if rank >= stamp.world_size:
+                    if not 0 <= rank < stamp.world_size:
                         break  # `stamps.take` refuses it
                     stamp = Stamp(stamp.save_id, rank, stamp.world_size, stamp.step, file)
-                return _renew(kept, path, stamp)
+                return _renew(kept, path, stamp, _read_place(place) if place else {})
         storages = Storages(path)
         done = loads(data, where=path, builders={**TORCH_BUILDERS, **builders}, persistent=storages)
         stored = tuple(storages.by_key.values())
@@ -101,44 +134,83 @@ class PickleCache:
         has_arrays = numpy_arrays.has_arrays(done, stored)
         value = numpy_arrays.convert(done.value, path, start) if has_arrays else done.value
         value, stamp = stamps.take(value, done.stamp, path)
-        parsed = PickleContent(value, done.globals, stored, stamp)
+        content = PickleContent(value, done.globals, stored, stamp)
         found = stamp and (stamp.rank, stamp.file)
         if len(self._kept) < self._MOST and not has_arrays and own in (None, found):
-            holders: Holders = {}
-            # A pickle of placeholders can have many of them.
-            is_bare = not any(each.nbytes for each in stored) and not _is_simple(value)
-            tensors = frozenset() if is_bare else _find_tensors(value, holders, {})
-            if is_bare or len(tensors) == sum(each.views for each in stored):
-                self._kept.append(_Kept(data[:end], rest, parsed, holders))
-        return parsed
+            self._keep(data, holes, content)
+        return content
+
+    def _keep(self, data: bytes, holes: list[Span], content: PickleContent) -> None:
+        """Keep a pickle, if the tensors of its content can be replaced."""
+        value, stored, finder = content.value, content.storages, _Finder()
+        # A pickle of placeholders can have many of them.
+        if any(each.nbytes for each in stored) or _is_simple(value):
+            tensors = finder.find(value) - finder.meshes.keys()
+            if _HOLDS_ITSELF in tensors or len(tensors) != sum(each.views for each in stored):
+                return
+        meshes = list(finder.meshes.values())
+        place = _find_place(data) if len(meshes) == 1 else None
+        mesh = None
+        if place and _read_place(place).items() <= meshes[0].items():
+            mesh, holes = meshes[0], [*place.regs[1:], *holes]
+        starts, stops = [0, *(stop for _, stop in holes)], [*(at for at, _ in holes), len(data)]
+        parts = [data[at:stop] for at, stop in zip(starts, stops, strict=True)]
+        at = place.start() if place and mesh else -1
+        self._kept.append(_Kept(parts, at, mesh, content, finder.holders))
 
 
-def _split_stamp(data: bytes) -> tuple[int, bytes, tuple[int, str] | None]:
+def _find_stamp(data: bytes) -> tuple[list[Span], tuple[int, str] | None]:
     """Find the stamp at the end of a pickle.
 
     Returns:
-        Where it begins, or the length of the pickle if it does not end with a stamp; the bytes from
-        there on, without the rank and the name of the file; the rank and the name.
+        Where it states the rank and the name of the file; the rank and the name. Nothing if the
+        pickle does not end with a stamp.
     """
     start = data.rfind(_KEY, max(len(data) - _LONGEST, 0))
-    match = _STAMPED.fullmatch(data, start) if start >= 0 else None
-    if match is None or len(match[5]) != int.from_bytes(match[4], "little"):
-        return len(data), b"", None
-    rank = int.from_bytes(match[2][1:], "little")
-    return start, match[1] + match[3] + match[6], (rank, match[5].decode())
+    match = _STAMP.fullmatch(data, start) if start >= 0 else None
+    if match is None or len(match[3]) != int.from_bytes(match[2], "little"):
+        return [], None
+    return [match.span(1), (match.start(2), match.end(3))], (_read(match[1]), match[3].decode())
 
 
-def _renew(kept: _Kept, path: str, stamp: Stamp | None) -> PickleContent:
-    """Return the content of a known pickle with the storages and the stamp of another file."""
-    parsed = kept.parsed
+def _find_place(data: bytes, at: int | None = None) -> re.Match[bytes] | None:
+    """Return what a mesh states about the rank, at an offset or anywhere; None if it is not there.
+
+    The groups of the match are the ranges that differ between ranks.
+    """
+    match = _MESH.search(data) if at is None else _MESH.match(data, at)
+    if match and all(size[0] == len(name) for size, name in _NAMES.findall(match[1])):
+        return match
+    return None
+
+
+def _read_place(match: re.Match[bytes]) -> dict[str, Any]:
+    """Return what a mesh states about the rank."""
+    return {
+        _GROUPS: [name.decode() for _, name in _NAMES.findall(match[1])],
+        _RANK: _read(match[2]),
+        _COORDINATE: tuple(map(_read, _NUMBERS.findall(match[3]))),
+    }
+
+
+def _read(number: bytes) -> int:
+    return int.from_bytes(number[1:], "little", signed=number.startswith(b"J"))
+
+
+def _renew(kept: _Kept, path: str, stamp: Stamp | None, place: Mapping[str, Any]) -> PickleContent:
+    """Return the content of a known pickle with the storages, stamp and place of another file."""
+    content = kept.content
     own = {
         id(each): StoredBuffer(path, each.key, each.dtype, each.nbytes, views=each.views)
-        for each in parsed.storages
+        for each in content.storages
     }
-    value = parsed.value
+    value = content.value
     if kept.holders or type(value) is Tensor:
-        value = _replace_storages(value, own, kept.holders, {})
-    return PickleContent(value, parsed.globals, tuple(own.values()), stamp, is_known=True)
+        made: dict[int, Any] = {}
+        value = _replace_storages(value, own, kept.holders, made)
+        if kept.mesh:
+            made[id(kept.mesh)].update(place)
+    return PickleContent(value, content.globals, tuple(own.values()), stamp, is_known=True)
 
 
 def _is_simple(value: Any) -> bool:
@@ -147,31 +219,51 @@ def _is_simple(value: Any) -> bool:
     return all(isinstance(each, (Tensor, str, int, float, type(None))) for each in values)
 
 
-def _find_tensors(
-    value: Any, holders: Holders, seen: dict[int, frozenset[int]], depth: int = 0
-) -> frozenset[int]:
-    """Return the ids of the tensors that are in a value, or in dicts, lists and tuples in it.
+class _Finder:
+    """Finds the tensors in a value, and the dicts that state the place of a rank in a mesh.
 
-    Args:
-        value: the value.
-        holders: receives the id of each container that holds tensors.
-        seen: what was found in the values before.
-        depth: how many values hold this one.
+    Attributes:
+        holders: the containers and objects that hold tensors or such dicts.
+        meshes: those dicts, by a number of each.
     """
-    if id(value) in seen:
-        return seen[id(value)]
-    if type(value) is Tensor:
-        return frozenset((id(value),))
-    if type(value) not in _CONTAINERS or depth == _DEEPEST:
-        return frozenset()
-    # A value that holds itself gives an id too many, so the pickle is not kept.
-    seen[id(value)] = frozenset((id(value),))
-    items = value.items() if isinstance(value, dict) else enumerate(value)
-    inside = {key: _find_tensors(item, holders, seen, depth + 1) for key, item in items}
-    seen[id(value)] = found = frozenset[int]().union(*inside.values())
-    if found:
-        holders[id(value)] = [key for key, tensors in inside.items() if tensors]
-    return found
+
+    def __init__(self) -> None:
+        self.holders: Holders = {}
+        self.meshes: dict[int, dict[str, Any]] = {}
+        self._seen: dict[int, frozenset[int]] = {}
+
+    def find(self, value: Any, depth: int = 0) -> frozenset[int]:
+        """Return the ids of the tensors in a value, and the numbers of the dicts of meshes.
+
+        `_HOLDS_ITSELF` is among them if one of the values holds itself.
+
+        Args:
+            depth: how many values hold this one.
+        """
+        if id(value) in self._seen:
+            return self._seen[id(value)]
+        if type(value) is Tensor:
+            return frozenset((id(value),))
+        if type(value) in (dict, DictObject):
+            items = value.items()
+        elif type(value) in (list, tuple):
+            items = enumerate(value)
+        elif type(value) is Call:
+            items = [(name, getattr(value, name)) for name in _FIELDS]
+        else:
+            return frozenset()
+        if depth == _DEEPEST:
+            return frozenset()
+        self._seen[id(value)] = frozenset((_HOLDS_ITSELF,))
+        inside = {key: self.find(item, depth + 1) for key, item in items}
+        found = frozenset[int]().union(*inside.values())
+        if type(value) is dict and _RANK in value and _COORDINATE in value:
+            self.meshes[-id(value)] = value
+            found |= {-id(value)}
+        self._seen[id(value)] = found
+        if found:
+            self.holders[id(value)] = [key for key, tensors in inside.items() if tensors]
+        return found
 
 
 def _replace_storages(
@@ -182,7 +274,7 @@ def _replace_storages(
     Args:
         value: the value.
         own: the id of each storage -> the other storage.
-        holders: what `_find_tensors` found.
+        holders: what `_Finder` found.
         made: the copies before: a value that is in two places has one copy.
     """
     if id(value) in made:
@@ -191,6 +283,11 @@ def _replace_storages(
     if type(value) is Tensor:
         storage = own[id(value.storage)]
         copy = Tensor(storage, value.offset, value.shape, value.strides, value.dtype)
+    elif type(value) is Call:
+        copy = Call(value.name, value.args, value.state, value.items, value.elements)
+        for name in holders[id(value)]:
+            part = _replace_storages(getattr(value, name), own, holders, made)
+            setattr(copy, name, part)
     else:
         copy = type(value)(value) if isinstance(value, dict) else list(value)
         if isinstance(value, DictObject):

@@ -15,6 +15,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from torch import distributed
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 
 import reshard
@@ -26,6 +27,8 @@ from reshard.core.box import whole
 from reshard.core.manifest import Entry, Manifest, Origin, check
 from reshard.core.stamps import Stamp
 from reshard.errors import CorruptError, ReshardError, UnsupportedError
+from reshard.state_dict import tree
+from reshard.state_dict.sharded_reader import Saver
 from reshard.system.files import SourceFiles
 from reshard.tensors.lazy import read_block
 from tests.support.sample_tensors import raw, same, sample_tensors
@@ -417,17 +420,67 @@ def test_the_tensors_of_a_nested_pickle_lie_in_their_own_file(tmp_path):
         assert offsets == [tensor.storage.byte_offset, tensor.storage.byte_offset + 4]
 
 
-def test_a_pickle_with_a_tensor_in_an_object_is_parsed_for_each_file(tmp_path, parsed):
+def test_a_pickle_with_a_tensor_in_an_object_is_not_parsed_again(tmp_path, parsed):
+    cache = PickleCache()
+    for name in ("a", "longer_by_far"):
+        held = Namespace(weight=torch.ones(3))
+        torch.save({"args": held, "again": [held]}, tmp_path / name)
+        root = torch_reader.read(tmp_path / name, cache=cache).root
+        assert root["args"] is root["again"][0]
+        assert root["args"].get("weight").storage.file == str(tmp_path / name)
+    assert len(parsed) == 1
+
+
+def test_a_pickle_with_a_tensor_as_a_key_is_parsed_for_each_file(tmp_path, parsed):
     cache = PickleCache()
     for name in ("a", "b"):
-        torch.save({"args": Namespace(weight=torch.ones(3))}, tmp_path / name)
-        torch_reader.read(tmp_path / name, cache=cache)
+        torch.save({torch.ones(3): "value"}, tmp_path / name)
+        (key,) = torch_reader.read(tmp_path / name, cache=cache).root
+        assert key.storage.file == str(tmp_path / name)
     assert len(parsed) == 2
 
 
-def test_a_pickle_that_holds_itself_is_read_again_and_again(tmp_path):
+def save_dtensors(rank, world, path):
+    """Save what a rank has of two tensors that are cut over a mesh, and return its stamp."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Shard, distribute_tensor
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    distributed.init_process_group("fake", rank=rank, world_size=world, store=FakeStore())
+    try:
+        mesh = init_device_mesh("cpu", (2, world // 2))
+        full = torch.zeros(2 * world, 3)
+        state = {
+            name: distribute_tensor(full, mesh, [Shard(0), Shard(0)], src_data_rank=None)
+            for name in "ab"
+        }
+        torch.save(reshard.stamp(state, step=1, save_id="x", file=path.name), path)
+    finally:
+        distributed.destroy_process_group()
+
+
+def test_dtensors_that_differ_in_their_rank_alone_are_not_parsed_again(tmp_path):
+    cache = PickleCache()
+    for rank in (0, 1, 150, 256, 299):
+        path = tmp_path / f"rank_{rank}.pt"
+        save_dtensors(rank, 300, path)
+        file, alone = torch_reader.read(path, cache=cache), torch_reader.read(path)
+        saver = tree.find_saver(alone)  # torch states it since 2.10
+        assert file.is_known == (rank > 0 and saver is not None)
+        assert (file.stamp, file.source()) == (alone.stamp, alone.source())
+        assert tree.find_saver(file) == saver
+        assert saver in (None, Saver(rank, 300, needed=True))
+        described = tree.convert_file(file, rank)
+        assert described == tree.convert_file(alone, rank)
+        assert described["b"].chunks[0].box.origin == (2 * rank, 0)
+        assert described["b"].chunks[0].file == str(path)
+
+
+@pytest.mark.parametrize("lost", [0, 1])
+def test_a_pickle_that_holds_itself_is_read_again_and_again(tmp_path, lost):
+    """A tensor that is a key of a dict is not found, which may make up for the cycle."""
     cache, root = PickleCache(), {"weight": torch.ones(3)}
-    root["self"] = [root]
+    root["self"] = [root, {torch.ones(1): None for _ in range(lost)}]
     for name in ("a", "b"):
         torch.save(root, tmp_path / name)
         read = torch_reader.read(tmp_path / name, cache=cache).root

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from reshard.containers import torch_reader
+from reshard.containers.pickle_cache import PickleCache
 from reshard.containers.torch_objects import TorchFile
 from reshard.core.location import list_missing_ranks
 from reshard.errors import FETCH_MISSING, TWO_RUNS, IncompleteError, StaleError, shown
@@ -47,7 +48,10 @@ class OpenedRanks:
             StaleError: a file is a copy of another rank's, or of a run with other ranks.
             IncompleteError: the tensors of some rank are missing.
         """
-        opened = map_files_by_key(dict(sorted(files.items())), torch_reader.read)
+        cache = PickleCache()
+        opened = map_files_by_key(
+            dict(sorted(files.items())), lambda path: torch_reader.read(path, cache=cache)
+        )
         _check_savers(opened, alone=alone)
         return cls(opened, {rank: tree.convert_file(file, rank) for rank, file in opened.items()})
 
