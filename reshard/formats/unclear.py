@@ -26,7 +26,7 @@ _MODEL = re.compile(
 _LEVELS = 3  # of directories below the given one, in which a run is looked for
 _SEARCHED = 100  # directories of one level: more of them are not runs
 _TRAINER_STATE = re.compile(r"train(er|ing)?[-_]states?\.(bin|pth?)")  # SkyRL's, for example
-_OF_RANKS = ("dataloader", "rng_state")  # a file of each rank: prime-rl's, LLaMA-Factory's
+_OF_RANKS = ("dataloader", "rng_state", "rng")  # of prime-rl, LLaMA-Factory and NeMo Automodel
 # XTuner keeps these beside the folder of the weights, the first as files of torch without a suffix.
 _OF_XTUNER = re.compile(r"lr_scheduler|dataloader|train_state\.json|trainer_config\.(json|bin)")
 _COPY = "hf_model"  # the folder of LLaMA-Factory's second copy of the weights (``save_ckpt_as_hf``)

@@ -116,11 +116,14 @@ def test_nemo_automodel_saves_the_model_for_hugging_face_and_the_optimizer_as_it
     flattened = {f"state.weight.{slot}": value for slot, value in moments.items()}
     optimizer = {**flattened, "param_groups.weight.lr": 0.1}
     dcp.save({"optim": optimizer, "sched": {"last_epoch": 4}}, checkpoint_id=place / "optim")
+    (place / "rng").mkdir()
+    torch.save({"torch_rng_state": torch.get_rng_state()}, place / "rng" / "rng_dp_rank_0.pt")
     with reshard.open(tmp_path / "run") as checkpoint:
         assert torch.equal(checkpoint["weight"][...], weight)
         assert torch.equal(checkpoint.optimizer("exp_avg")["weight"][...], weight + 10)
         assert checkpoint.manifest.train.step == 4
         assert checkpoint.manifest.train.scheduler == {"last_epoch": 4}
+        assert any("rng_dp_rank_0.pt: not read" in w for w in checkpoint.manifest.warnings)
     (place / "model" / ".hf_metadata").mkdir()
     (place / "model" / ".hf_metadata" / "config.json").write_text('{"model_type": "own"}')
     reshard.merge(tmp_path / "run", tmp_path / "out")
