@@ -293,6 +293,23 @@ def test_the_file_that_last_checkpoint_names_is_taken(tmp_path, names, folder):
         assert any(f"{names[1 - step]} is another checkpoint" in w for w in manifest.warnings)
 
 
+@pytest.mark.parametrize(
+    ("latest", "others"),
+    [
+        ("epoch_latest.pt", ["epoch_3.pt", "epoch_4.pt"]),  # open_clip
+        ("last.pth.tar", ["checkpoint-5.pth.tar", "model_best.pth.tar"]),  # timm
+        ("checkpoint_last.pt", ["checkpoint3.pt", "checkpoint_best.pt"]),  # fairseq
+        ("checkpoint_final.pth", ["checkpoint_best.pth"]),  # nnU-Net
+    ],
+)
+def test_of_several_files_the_latest_is_taken(tmp_path, latest, others):
+    for number, name in enumerate([*others, latest]):
+        torch.save({"model": {"w": torch.full((2,), number)}, "step": number}, tmp_path / name)
+    manifest = reshard.inspect(tmp_path).manifest
+    assert manifest.train.step == len(others)
+    assert len(manifest.warnings) == len(others)
+
+
 def test_skyrl_saves_the_state_of_its_trainer_beside_the_policy(tmp_path):
     """SkyRL 0.3 has verl's files of ranks in ``policy``, and a pointer of its own."""
     for step in (3, 12):

@@ -40,7 +40,7 @@ from reshard.units import some
 _WEIGHTS = re.compile(r"(adapter_)?model(_\d+)?\.safetensors")
 _ADAPTER, _ADAPTER_CONFIG = "adapter_model", "adapter_config.json"
 _EXTRA_STATE = "extra_state"  # VeOmni 0.1.12 ``checkpoint/dcp_checkpointer.py``
-_LATEST = "latest"  # Composer's symlink
+_LATEST = re.compile(r"(.*[-_])?(latest|last|final)")
 _POINTER = "last_checkpoint"  # of detectron2 and MMEngine, with the name or path of a file
 
 _COPY = "{} is assumed to be the same model as {}, which is not read"
@@ -222,21 +222,27 @@ def _select_checkpoint(
 def _find_newest(location: Location, families: Mapping[str, OpenedRanks]) -> str | None:
     """Return the newest of a run's checkpoints in one directory; None if there are not several.
 
-    That is the one that ``last_checkpoint`` names, Composer's ``latest-rank0.pt``, else the highest
-    number (``ep1-ba20-rank0.pt``).
+    That is the one that ``last_checkpoint`` names, else the one that is called the latest
+    (Composer's ``latest-rank0.pt``, open_clip's ``epoch_latest.pt``), else the one of the highest
+    number (``ep1-ba20-rank0.pt``). The best one is older than the latest, or a copy of it.
     """
+    if len(families) < 2:
+        return None
     pointer = location.files.get(_POINTER)
-    if pointer is not None and len(families) > 1:
+    if pointer is not None:
         named = read_small_file(pointer, MAX_POINTER).decode(errors="replace").strip()
         stem = PurePath(named).stem
         if stem in families and _is_checkpoint(families[stem]):
             return stem
-    numbers = {stem: run.parse_number(stem) for stem in families if stem != _LATEST}
-    if len(families) < 2 or None in numbers.values():
+    names = {stem: stem.removesuffix(".pth") for stem in families}  # of last.pth.tar
+    latest = [stem for stem, name in names.items() if _LATEST.fullmatch(name)]
+    others = [stem for stem in names if stem not in latest and not (latest and "best" in stem)]
+    numbers = {stem: run.parse_number(names[stem]) for stem in others}
+    if len(latest) > 1 or None in numbers.values():
         return None
     if not all(map(_is_checkpoint, families.values())):
         return None
-    return _LATEST if _LATEST in families else max(numbers, key=lambda stem: numbers[stem] or 0)
+    return latest[0] if latest else max(numbers, key=lambda stem: numbers[stem] or 0)
 
 
 def _is_checkpoint(family: OpenedRanks) -> bool:
