@@ -142,7 +142,7 @@ class PickleCache:
 
     def _keep(self, data: bytes, holes: list[Span], content: PickleContent) -> None:
         """Keep a pickle, if the tensors of its content can be replaced."""
-        value, stored, finder = content.value, content.storages, _Finder()
+        value, stored, finder = content.value, content.storages, _TensorFinder()
         # A pickle of placeholders can have many of them.
         if any(each.nbytes for each in stored) or _is_simple(value):
             tensors = finder.find(value) - finder.meshes.keys()
@@ -219,7 +219,7 @@ def _is_simple(value: Any) -> bool:
     return all(isinstance(each, (Tensor, str, int, float, type(None))) for each in values)
 
 
-class _Finder:
+class _TensorFinder:
     """Finds the tensors in a value, and the dicts that state the place of a rank in a mesh.
 
     Attributes:
@@ -274,7 +274,7 @@ def _replace_storages(
     Args:
         value: the value.
         own: the id of each storage -> the other storage.
-        holders: what `_Finder` found.
+        holders: what `_TensorFinder` found.
         made: the copies before: a value that is in two places has one copy.
     """
     if id(value) in made:
