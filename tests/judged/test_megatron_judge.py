@@ -70,7 +70,6 @@ def test_a_loaded_checkpoint_continues_like_its_source(megatron_case, went_on, c
     source, found = read_expected(megatron_case(case)), went_on[f"{case} {form}"]
     assert found["later"] == source["later"]
     assert torch.equal(found["losses"], source["losses"])
-    assert torch.equal(found["losses_later"], source["losses_later"])
     for name, slots in source["optimizer"].items():
         for slot, value in slots.items():
             assert torch.equal(found["optimizer"][name][slot], value)

@@ -171,7 +171,6 @@ def test_megatron_continues_like_the_source(megatron_case, went_on, route):
     source, found = read_expected(megatron_case(route.case)), went_on[str(route)]
     if route.is_the_same:
         assert found["later"] == source["later"]
-        assert torch.equal(found["losses_later"], source["losses_later"])
         return
     near = EXACT if CASES[route.case].precision == "fp32" else HALF
     assert found["later"] == pytest.approx(source["later"], abs=near)

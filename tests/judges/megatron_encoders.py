@@ -46,13 +46,6 @@ def _ask(out: Path, cases: Mapping[str, Case]) -> None:
 
 def work(job: ranks.Job, rank: int) -> None:
     """Take a step and save, or load; then save what this rank holds."""
-    try:
-        _work(job, rank)
-    finally:
-        megatron_worker.end_children()
-
-
-def _work(job: ranks.Job, rank: int) -> None:
     import torch
 
     from tests.judges import megatron_files as files

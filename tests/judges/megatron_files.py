@@ -27,7 +27,7 @@ from megatron.core.transformer.enums import AttnBackend
 
 from reshard.testing.megatron.core import TRACKER, find_rank_directory
 from tests.judges.megatron_cases import FAMILIES, MULTIPLE, SEQUENCE, SHARDING, Case
-from tests.judges.megatron_data import MICRO, SAMPLES
+from tests.judges.megatron_data import SAMPLES, choose_micro_batch
 from tests.judges.megatron_models import COMMON, DTYPES, SEED
 from tests.judges.megatron_run import DECAY, LR, Run
 
@@ -264,7 +264,7 @@ def namespace(case: Case, ckpt_format: str) -> Namespace:
         weight_decay=DECAY,
         clip_grad=1.0,
         seed=SEED,
-        micro_batch_size=MICRO,
+        micro_batch_size=choose_micro_batch(case),
         global_batch_size=SAMPLES,
         use_cpu_initialization=True,
         distributed_backend="gloo",

@@ -105,7 +105,8 @@ class Run:
         """Pass all microbatches of a step through the pipeline; return the losses on every rank."""
         groups, replica = mpu.get_data_parallel_world_size(), mpu.get_data_parallel_rank()
         tokens = data.batch(self.case.vocabulary, step)[replica::groups]
-        micros = list(tokens.split(data.MICRO))
+        micro = data.choose_micro_batch(self.case)
+        micros = list(tokens.split(micro))
         found: list[torch.Tensor] = []
         get_forward_backward_func()(
             forward_step_func=partial(models.forward_step, found=found),
@@ -113,7 +114,7 @@ class Run:
             model=self.chunks,
             num_microbatches=len(micros),
             seq_length=SEQUENCE,
-            micro_batch_size=data.MICRO,
+            micro_batch_size=micro,
             forward_only=forward_only,
         )
         losses = torch.zeros(data.SAMPLES, SEQUENCE)

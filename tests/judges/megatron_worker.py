@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import importlib
-import multiprocessing
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -27,19 +26,6 @@ PRELOADED = (
 
 def work(job: ranks.Job, rank: int) -> None:
     """Train and save, or load and continue; then load the whole model on one rank with Megatron."""
-    try:
-        _work(job, rank)
-    finally:
-        end_children()
-
-
-def end_children() -> None:
-    """End the process that Megatron keeps for its queue, which a rank would leave behind."""
-    for child in multiprocessing.active_children():
-        child.kill()
-
-
-def _work(job: ranks.Job, rank: int) -> None:
     import torch
     import torch.distributed as dist
 
@@ -61,7 +47,6 @@ def _work(job: ranks.Job, rank: int) -> None:
         files.save(megatron_state.in_one_bucket(run) if plain else run, job.out / form, form)
     told = {"losses": run.evaluate(), "trained": trained, "case": dataclasses.asdict(case)}
     told["later"] = run.train(LATER)
-    told["losses_later"] = run.evaluate()
     dist.barrier()
     _leave()
     if rank == 0:
@@ -106,7 +91,8 @@ def _on_one_rank(job: ranks.Job, case: Case) -> dict[str, Any]:
     )
     run = _begin(alone)
     files.load(run, job.out / case.canonical, case.canonical)
-    return megatron_state.whole(run) | {"losses_alone": run.evaluate()}
+    alone_too = {"losses_alone": run.evaluate()} if case.start is None else {}
+    return megatron_state.whole(run) | alone_too
 
 
 def preload(jobs: list[ranks.Job]) -> dict[str, str]:

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import multiprocessing
+import multiprocessing.dummy
+import queue
 import sys
 import types
 from typing import TYPE_CHECKING, Any
@@ -129,16 +130,17 @@ def replace_gpu_modules() -> None:
 
     moe_utils.te_general_gemm = None  # 0.16.1 uses this name even without Transformer Engine
     WrappedTorchNorm.__new__ = _make_norm
-    filesystem_async._get_write_results_queue = _get_forked_queue
+    _write_in_threads(filesystem_async)
 
 
-@functools.cache
-def _get_forked_queue() -> Any:
-    """Return the queue of a rank's writers.
+def _write_in_threads(filesystem_async: types.ModuleType) -> None:
+    """Have a rank write the files of torch_dist in threads.
 
-    Megatron itself would spawn the process of the queue, which would import torch again.
+    Megatron itself starts a process for each file, and one for the queue of their results, which
+    imports torch again. The same functions write the same files.
     """
-    return multiprocessing.get_context("fork").Manager().Queue()
+    filesystem_async._get_write_results_queue = functools.cache(queue.Queue)
+    filesystem_async.mp = types.SimpleNamespace(get_context=lambda _method: multiprocessing.dummy)
 
 
 class ZeroCenteredRMSNorm(torch.nn.RMSNorm):

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import importlib
 import json
-import multiprocessing
 import os
 import sys
 import time
@@ -63,14 +62,6 @@ def load_checkpoint(rank: int, job: LoadJob) -> None:
 
     Rank 0 saves the result: the number of moments, what is wrong with them, and the logits.
     """
-    try:
-        _load_checkpoint(rank, job)
-    finally:
-        for child in multiprocessing.active_children():
-            child.kill()  # Megatron keeps a process for its queue of writers
-
-
-def _load_checkpoint(rank: int, job: LoadJob) -> None:
     import torch
 
     from reshard.testing.megatron import core
