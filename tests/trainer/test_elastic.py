@@ -29,7 +29,7 @@ STEPS, EVERY = 48, 2
 FLAGS = {
     "device": "cpu",
     "steps": STEPS,
-    "global_batch": 8,  # three ranks do not divide it
+    "global_batch": 4,  # three ranks do not divide it
     "seq_len": 8,
     "precision": "bf16",
     "dropout": 0.1,

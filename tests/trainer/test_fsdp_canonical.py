@@ -12,7 +12,7 @@ from tests.trainer import worlds
 pytestmark = pytest.mark.slow
 
 STEPS = 4
-COMMON = {"global_batch": 10, "seq_len": 8, "steps": STEPS, "dropout": 0.1, "clip": 0.5}
+COMMON = {"global_batch": 6, "seq_len": 8, "steps": STEPS, "dropout": 0.1, "clip": 0.5}
 MODELS = {
     "fp32": {"precision": "fp32", "model": "tiny-gpt2", "param_groups": "single"},
     "fp16": {

@@ -1,4 +1,4 @@
-"""Training that stops at four ranks, is split, and goes on: every strategy into every strategy."""
+"""Training that stops at three ranks, is split, and goes on: every strategy into every strategy."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tests.trainer import worlds
 
 STEPS, END = 2, 3
 COMMON = {
-    "global_batch": 12,
+    "global_batch": 6,
     "micro_batch": 1,
     "seq_len": 8,
     "schedule_steps": END,
@@ -64,10 +64,10 @@ def unbroken(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def halves(tmp_path_factory):
-    """Return strategy -> what four ranks saved half-way, with one param group."""
+    """Return strategy -> what three ranks saved half-way, with one param group."""
     place = tmp_path_factory.mktemp("halves")
     jobs = {name: job(place, **run, steps=STEPS) for name, run in RUNS.items()}
-    worlds.train_on(4, list(jobs.values()))
+    worlds.train_on(3, list(jobs.values()))
     return {name: chosen["save"] for name, chosen in jobs.items()}
 
 

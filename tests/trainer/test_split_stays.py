@@ -36,7 +36,7 @@ RUNS = {
     **{f"fsdp2 {form}": {"strategy": "fsdp2", **chosen} for form, chosen in FORMS.items()},
     "fsdp2 megatron": {"strategy": "fsdp2", "state_dict_type": "megatron"},
 }
-OLD, NEW = 2, 3  # ranks; test_split has more, from four ranks
+OLD, NEW = 2, 3  # ranks; test_split has more, from three ranks
 NOISE = 1e-6  # relative, of losses: torch's FSDP adds in another order at another number of ranks
 
 pytestmark = pytest.mark.judge
