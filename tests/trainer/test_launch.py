@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.support import forked
 from tests.support.programs import LIMIT_S
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -69,6 +70,16 @@ OURS = [sys.executable, "-m", "trainer", "--nproc", "2"]
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "-m", "trainer"]
 ACCELERATE = [sys.executable, "-m", "accelerate.commands.launch", "--config_file"]
 ACCELERATE += [str(ROOT / "examples/configs/accelerate_fsdp.yaml"), "-m", "trainer"]
+
+
+@pytest.fixture(scope="module")
+def imported():
+    """Return `OURS` as a fork of a process that has imported the trainer and torch's launcher.
+
+    The ranks are started as always. A real process needs another second for its imports.
+    """
+    with forked.serving(["trainer.cli", "torch.distributed.launcher.api"]) as path:
+        yield [*forked.build_command(path, 0), *OURS[1:]]
 
 
 @pytest.fixture
@@ -137,21 +148,21 @@ FORBIDDEN = (
         ("forbidden:all", 2, FORBIDDEN),
     ],
 )
-def test_a_failure_ends_all_ranks_with_one_message(run, scene, code, message):
-    assert run(scene) == (code, "running\n", message)
+def test_a_failure_ends_all_ranks_with_one_message(run, imported, scene, code, message):
+    assert run(scene, command=imported) == (code, "running\n", message)
 
 
-def test_a_bug_keeps_its_traceback_once(run):
-    code, _, err = run("bug:all")
+def test_a_bug_keeps_its_traceback_once(run, imported):
+    code, _, err = run("bug:all", command=imported)
     assert code == 1
     assert err.startswith("error: a bug in the trainer\nTraceback")
     assert err.endswith("RuntimeError: mat1 and mat2 shapes cannot be multiplied\n")
     assert err.count("Traceback") == 1
 
 
-def test_a_rank_that_answers_no_more_is_given_up_after_the_timeout(run):
+def test_a_rank_that_answers_no_more_is_given_up_after_the_timeout(run, imported):
     for seconds in (3, 15, 75):  # until the ranks have met within that time
-        code, out, err = run("stuck:1", "--timeout", str(seconds))
+        code, out, err = run("stuck:1", "--timeout", str(seconds), command=imported)
         if out:
             break
     assert (code, out) == (1, "running\n")
@@ -163,8 +174,8 @@ def test_a_rank_that_answers_no_more_is_given_up_after_the_timeout(run):
 @pytest.mark.parametrize(
     ("number", "code", "word"), [("SIGINT", 130, "interrupted"), ("SIGTERM", 143, "terminated")]
 )
-def test_a_signal_stops_all_ranks(begin, number, code, word):
-    process = begin("none:0", "--steps", "1000")
+def test_a_signal_stops_all_ranks(begin, imported, number, code, word):
+    process = begin("none:0", "--steps", "1000", command=imported)
     assert process.stdout.readline() == "running\n"
     process.send_signal(getattr(signal, number))
     _, err = process.communicate(timeout=LIMIT_S)
