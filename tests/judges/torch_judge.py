@@ -19,7 +19,7 @@ from tests.judges.torch_cases import CASES, Case
 
 __all__ = ["CASES", "CaseResult", "JudgeError", "make_all", "writable"]
 
-JUDGE = server.Judge("tests.judges.torch_worker", "PyTorch", CASES)
+JUDGE = server.Judge("tests.judges.torch_worker", "PyTorch", CASES, like=server.DEEPSPEED)
 
 
 def make_all(out: Path, names: Iterable[str] | None = None) -> dict[str, CaseResult]:
