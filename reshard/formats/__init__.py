@@ -174,6 +174,12 @@ def _read_run(location: Location, hints: ReadHints) -> Manifest:
                 f"there is no checkpoint {hints.tag!r}",
                 f"pass another --tag; there are {some(tags, _LISTED)}",
             )
+        if registry.detect(location):
+            raise UnrecognisedError(
+                location,
+                f"there is no checkpoint {hints.tag!r}",
+                "leave out --tag, or pass the name of a file in it",
+            )
     below = unclear.find_run(location)
     if below is not location:
         manifest = _read_as(below, None, hints)

@@ -15,6 +15,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 
+from reshard.containers.torch_detect import SUFFIXES
 from reshard.core.location import Location, refuse_broken_link
 from reshard.errors import UnrecognisedError
 from reshard.system.files import MAX_POINTER, read_small_file
@@ -40,6 +41,7 @@ PARTS = (  # folders of a checkpoint
     "trainer",  # prime-rl's
 )
 _FOLDERS = ("checkpoints", "checkpoint", "ckpt", *PARTS)
+_OF_RANK = re.compile(r"[-_]rank[-_]?\d+")
 _DEPTH = 3  # directories from a run to its checkpoint
 _LISTED = 6
 _LONGEST = 20  # digits of a step
@@ -119,11 +121,23 @@ def list_others(path: str) -> list[str]:
 
 
 def _find_tagged(location: Location, tag: str) -> Location | None:
-    """Return the directory of that name, or of that number."""
+    """Return the directory or the complete file of that name, or of that number."""
     if tag in location.folders:
         return location.folders[tag]
-    numbers = list_numbered(location)
-    return numbers.get(int(tag)) if tag.isdecimal() and len(tag) < _LONGEST else None
+    number = int(tag) if tag.isdecimal() and len(tag) < _LONGEST else None
+    folder = None if number is None else list_numbered(location).get(number)
+    return folder or _find_tagged_file(location, tag, number)
+
+
+def _find_tagged_file(location: Location, tag: str, number: int | None) -> Location | None:
+    """Return the only complete file of a name or number, or a file of one of its ranks."""
+    named: dict[str, str] = {}
+    for name, path in sorted(location.files.items()):
+        stem = _OF_RANK.sub("", path.stem.removesuffix(".pth"))  # of last.pth.tar
+        is_meant = tag in (name, stem) or (number is not None and parse_number(stem) == number)
+        if path.suffix in SUFFIXES and is_meant:
+            named.setdefault(stem, name)
+    return Location(location.directories, *named.values()) if len(named) == 1 else None
 
 
 def list_numbered(location: Location) -> dict[int, Location]:

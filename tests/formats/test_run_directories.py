@@ -308,6 +308,11 @@ def test_of_several_files_the_latest_is_taken(tmp_path, latest, others):
     manifest = reshard.inspect(tmp_path).manifest
     assert manifest.train.step == len(others)
     assert len(manifest.warnings) == len(others)
+    for step, name in enumerate(others):
+        for tag in (name, name.partition(".")[0]):
+            assert reshard.inspect(tmp_path, tag=tag).manifest.train.step == step
+    with pytest.raises(UnrecognisedError, match="there is no checkpoint 'other'"):
+        reshard.inspect(tmp_path, tag="other")
 
 
 def test_skyrl_saves_the_state_of_its_trainer_beside_the_policy(tmp_path):
@@ -406,6 +411,7 @@ def test_files_of_several_checkpoints_in_one_directory(tmp_path):
         (note,) = assert_is_of(step, tmp_path / f"ep0-ba{step}-rank0.pt")
         assert note == f"ep0-ba{other} is another checkpoint, which was not read"
         assert_is_of(step, tmp_path, key=f"ep0-ba{step}.state.model")
+        assert_is_of(step, tmp_path, tag=str(step))
     (tmp_path / "ep0-ba4-rank0.pt").rename(tmp_path / "best-rank0.pt")  # before or after the other?
     with pytest.raises(UnrecognisedError, match=r"--key best\.state\.model"):
         reshard.open(tmp_path)
