@@ -7,13 +7,14 @@ Sources: fairseq2 0.8.1 ``checkpoint/manager.py``; OLMo 0.6.0 ``checkpoint.py``;
 
 from __future__ import annotations
 
+import contextlib
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
 
 from reshard.containers.json_files import read_json_object
 from reshard.core.location import Location
-from reshard.errors import UnsupportedError
+from reshard.errors import CorruptError, UnsupportedError
 
 _FAIRSEQ2 = "pp_00/tp_00/sdp_00.pt"
 _SHARD = re.compile(r"sdp_\d+\.pt")
@@ -62,7 +63,9 @@ def _is_of_paddle(location: Location) -> bool:
         return True
     config = location.files.get("config.json")
     has_weights = any(name.endswith(".safetensors") for name in location.files)
-    return bool(config and has_weights and "paddlenlp_version" in read_json_object(config))
+    with contextlib.suppress(CorruptError):  # refused where it is needed
+        return bool(config and has_weights and "paddlenlp_version" in read_json_object(config))
+    return False
 
 
 _LIBRARIES = (

@@ -65,6 +65,8 @@ def test_weights_of_paddlenlp_are_not_taken_for_those_of_transformers(tmp_path):
     config = {"architectures": ["LlamaForCausalLM"], "model_type": "llama"}
     (source / "config.json").write_text(json.dumps(config))
     assert reshard.inspect(source).manifest.entries
+    (source / "config.json").write_text("{")
+    assert reshard.inspect(source).manifest.entries
     (source / "config.json").write_text(json.dumps({**config, "paddlenlp_version": None}))
     with pytest.raises(UnsupportedError, match="may be transposed"):
         reshard.merge(source, tmp_path / "out")
