@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from pathlib import PurePath
 
 from reshard.core.manifest import Manifest, TrainState
+from reshard.units import counted
 
 _LIGHTNING_TAG = "checkpoint"
 _NAMED_STEP = re.compile(r"(?:global_step|checkpoint-|iter_)(\d+)")
@@ -28,7 +29,8 @@ def find_counter_conflicts(manifest: Manifest) -> list[str]:
         applied = None
     if applied is not None and not _fits(train, applied, expected):
         problems.append(
-            f"the optimizer was updated {applied:g} times, but the run counts {expected} updates"
+            f"the optimizer was updated {applied:g} time{'s' * (applied != 1)}, but the run counts"
+            f" {counted(expected, 'update')}"
         )
     named = _NAMED_STEP.fullmatch(PurePath(manifest.origin.path).name)
     if named and int(named[1]) != train.step:
