@@ -247,7 +247,7 @@ def find_run(location: Location) -> Location:
 
 
 def suggest(location: Location) -> str:
-    """Return the checkpoints one level below or above, as a hint."""
+    """Return the checkpoints in directories below, or one level above, as a hint."""
     from tarfile import is_tarfile  # imported late, since it imports all compression modules
 
     if location.chosen and is_tarfile(location.path):
@@ -265,10 +265,18 @@ def suggest(location: Location) -> str:
     if location.chosen:
         above = Location([location.path.parent], inner=True)
         return f"pass the checkpoint's directory, {above}" if _is_run(above) else _KINDS
-    beneath = [folder for name, folder in location.folders.items() if not name.startswith(".")]
     above = Location([location.path.resolve().parent], inner=True)
-    found = [str(above)] if _is_run(above) else []
-    found = found or [str(folder) for folder in beneath if registry.detect(folder)]
-    if found:
-        return f"did you mean {some(found)}?"
-    return _KINDS
+    found = _find_below(location) or ([above] if _is_run(above) else [])
+    return f"did you mean {some(list(map(str, found)))}?" if found else _KINDS
+
+
+def _find_below(location: Location) -> list[Location]:
+    """Return the directories below in which a format detects files, of the first level with any."""
+    level = [location]
+    for _ in range(_LEVELS):
+        inner = [each.folders.items() for each in level]
+        level = [folder for items in inner for name, folder in items if not name.startswith(".")]
+        found = [folder for folder in level[:_SEARCHED] if registry.detect(folder)]
+        if found or len(level) > _SEARCHED:
+            return found
+    return []

@@ -680,6 +680,17 @@ def test_a_loose_file_above_is_not_suggested(tmp_path):
         reshard.open(tmp_path / "empty")
 
 
+@pytest.mark.parametrize("above", ["", "lightning_logs"])
+def test_loose_files_deeper_below_are_suggested(tmp_path, above):
+    """Lightning keeps its files three directories below that of the program."""
+    place = tmp_path / "lightning_logs" / "version_0" / "checkpoints"
+    place.mkdir(parents=True)
+    torch.save({"state_dict": {"weight": torch.ones(2)}}, place / "epoch=0-step=2.ckpt")
+    with pytest.raises(UnrecognisedError) as caught:
+        reshard.inspect(tmp_path / above)
+    assert caught.value.remedy == f"did you mean {place}?"
+
+
 @pytest.mark.parametrize("inner", ["v0-20260101-101010", "llama/lora/sft"])
 def test_the_only_run_below_a_directory_is_read(inner, tmp_path):
     """ms-swift trains in ``output/vN-DATE``, LLaMA-Factory in ``saves/MODEL/lora/sft``."""
