@@ -315,6 +315,24 @@ def test_of_several_files_the_latest_is_taken(tmp_path, latest, others):
         reshard.inspect(tmp_path, tag="other")
 
 
+def test_nanochat_saves_all_steps_in_one_directory(tmp_path):
+    """Names of the model and of the optimizers of ranks have the step."""
+    model = nn.Linear(2, 2)
+    optimizer = torch.optim.AdamW(model.parameters())
+    for step in (900, 1000):
+        model(torch.ones(2)).sum().backward()
+        optimizer.step()
+        torch.save(model.state_dict(), tmp_path / f"model_{step:06d}.pt")
+        for rank in range(2):
+            place = tmp_path / f"optim_{step:06d}_rank{rank}.pt"
+            torch.save(optimizer.state_dict(), place)
+    with reshard.open(tmp_path) as checkpoint:
+        assert torch.equal(checkpoint["weight"][...], model.weight)
+        assert set(checkpoint.manifest.train.optimizer_step.values()) == {2}
+        assert sum("000900 is of another step" in w for w in checkpoint.manifest.warnings) == 2
+    assert reshard.inspect(tmp_path, tag="model_000900").manifest.entries
+
+
 def test_skyrl_saves_the_state_of_its_trainer_beside_the_policy(tmp_path):
     """SkyRL 0.3 has verl's files of ranks in ``policy``, and a pointer of its own."""
     for step in (3, 12):

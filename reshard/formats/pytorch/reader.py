@@ -40,6 +40,7 @@ from reshard.units import some
 _WEIGHTS = re.compile(r"(adapter_)?model(_\d+)?\.safetensors")
 _ADAPTER, _ADAPTER_CONFIG = "adapter_model", "adapter_config.json"
 _EXTRA_STATE = "extra_state"  # VeOmni 0.1.12 ``checkpoint/dcp_checkpointer.py``
+_OF_STEP = re.compile(r"(?:model|optim(?:izer)?)_(\d{5,})")
 _LATEST = re.compile(r"(.*[-_])?(latest|last|final)")
 _POINTER = "last_checkpoint"  # of detectron2 and MMEngine, with the name or path of a file
 
@@ -208,12 +209,25 @@ def _read_stages(
     return [first, *((_read_stage_alone(location, files), []) for files in by_stage[1:])], key
 
 
+def _select_step(
+    families: dict[str, OpenedRanks],
+) -> tuple[dict[str, OpenedRanks], list[str]]:
+    """Return the files of the last step, if every name ends with one, as nanochat's do."""
+    found = {stem: _OF_STEP.fullmatch(stem) for stem in families}
+    steps = {stem: int(match[1]) for stem, match in found.items() if match}
+    last = max(steps.values(), default=None)
+    is_run = len(steps) == len(families) and len(set(steps.values())) > 1
+    others = [stem for stem in families if steps[stem] != last] if is_run else []
+    warnings = [f"{stem} is of another step, and was not read" for stem in others]
+    return {stem: files for stem, files in families.items() if stem not in others}, warnings
+
+
 def _select_checkpoint(
     families: dict[str, OpenedRanks], chosen: str | None
 ) -> tuple[dict[str, OpenedRanks], list[str]]:
-    """Return the selected checkpoint without complete other ones beside it."""
+    """Return the selected checkpoint without complete other ones beside it, else the last step."""
     if chosen is None:
-        return families, []
+        return _select_step(families)
     others = [s for s, files in families.items() if s != chosen and _is_checkpoint(files)]
     warnings = [f"{stem} is another checkpoint, which was not read" for stem in others]
     return {stem: files for stem, files in families.items() if stem not in others}, warnings
