@@ -50,14 +50,16 @@ def describe_shards(file: TorchFile, call: Call) -> GlobalTensor | None:
     try:
         dtype, shape = parse_dtype(call.args[1], file.path), as_index(call.args[2])
         if kind == _DTENSOR:
-            chunks = tuple(_read_dtensor(file, call, shape, dtype))
-            dtype = moments.choose_dtype(chunks, dtype)
             spec = call.get("_spec")
-            device = _get_of_mesh(spec.get("mesh"), "device_type")
-            placement = _read_placement(file, spec)
+            mesh = spec.get("mesh")
+            cuts = [_parse_placement(file, placement) for placement in spec.get("placements")]
+            sizes = _read_mesh_sizes(mesh)
+            chunks = tuple(_read_dtensor(file, call, shape, dtype, cuts, sizes))
+            dtype = moments.choose_dtype(chunks, dtype)
+            device = _get_of_mesh(mesh, "device_type")
             device = device if isinstance(device, str) else ""
-            division = _describe_division(file, spec)
-            return GlobalTensor(dtype, shape, chunks, device, placement, division)
+            division = _describe_division(sizes, cuts)
+            return GlobalTensor(dtype, shape, chunks, device, _read_placement(mesh, cuts), division)
         shards = tuple(_read_sharded_tensor(file, call, shape, dtype))
         division = f"in {len(call.state[1].get('shards_metadata'))} shards"
         return GlobalTensor(dtype, shape, shards, division=division)
@@ -144,17 +146,26 @@ def _read_sharded_tensor(file: TorchFile, call: Call, shape: Index, dtype: DType
     return chunks
 
 
-def _read_dtensor(file: TorchFile, call: Call, shape: Index, dtype: DType) -> list[Chunk]:
-    """Return the chunk of a DTensor that the rank has."""
+def _read_dtensor(
+    file: TorchFile,
+    call: Call,
+    shape: Index,
+    dtype: DType,
+    placements: Sequence[Cut | None],
+    sizes: Sequence[int],
+) -> list[Chunk]:
+    """Return the chunk of a DTensor that the rank has.
+
+    Args:
+        placements: how each axis of the mesh cuts the tensor.
+        sizes: the number of ranks of each axis.
+    """
     spec = call.get("_spec")
-    mesh = spec.get("mesh")
-    placements = [_parse_placement(file, placement) for placement in spec.get("placements")]
-    coordinate = mesh.get("_coordinate_on_dim")
+    coordinate = spec.get("mesh").get("_coordinate_on_dim")
     if coordinate is None:  # this rank is not in the tensor's mesh
         return []
     if not all(type(at) is int for at in coordinate):
         raise TypeError(f"{shown(coordinate)} is not a mesh coordinate")
-    sizes = _read_mesh_sizes(mesh)
     if not len(sizes) == len(placements) == len(coordinate):
         raise ValueError(f"{len(placements)} placements at {coordinate} on a mesh of {sizes}")
     if not all(0 <= at < size for at, size in zip(coordinate, sizes, strict=True)):
@@ -177,22 +188,19 @@ def _read_dtensor(file: TorchFile, call: Call, shape: Index, dtype: DType) -> li
     return [chunk] if box.volume or not prod(shape) else []
 
 
-def _read_placement(file: TorchFile, spec: Call) -> Placement:
+def _read_placement(mesh: Call, cuts: Sequence[Cut | None]) -> Placement:
     """Return the axes of a DTensor's mesh with their cuts; nothing for several unnamed axes."""
-    cuts = [_parse_placement(file, placement) for placement in spec.get("placements")]
-    names = _get_of_mesh(spec.get("mesh"), "mesh_dim_names") or ("",)
+    names = _get_of_mesh(mesh, "mesh_dim_names") or ("",)
     if len(names) != len(cuts) or not all(isinstance(name, str) for name in names):
         return ()
     dims = [None if cut is None else cut.dim for cut in cuts]
     return tuple(zip(names, dims, strict=True))
 
 
-def _describe_division(file: TorchFile, spec: Call) -> str:
+def _describe_division(sizes: Sequence[int], cuts: Sequence[Cut | None]) -> str:
     """Return the mesh of a DTensor and how it cuts the tensor as text, the same on all ranks."""
-    sizes = "x".join(map(str, _read_mesh_sizes(spec.get("mesh"))))
-    cuts = (_parse_placement(file, placement) for placement in spec.get("placements"))
     placements = (f"Shard({cut.dim})" if cut else "Replicate()" for cut in cuts)
-    return f"over a mesh of {sizes} ranks by ({', '.join(placements)})"
+    return f"over a mesh of {'x'.join(map(str, sizes))} ranks by ({', '.join(placements)})"
 
 
 def _get_of_mesh(mesh: Call, name: str) -> Any:
