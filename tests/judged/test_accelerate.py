@@ -143,7 +143,7 @@ def test_sharded_files_of_fsdp_1_lose_the_optimizer_and_the_report_warns(saved, 
     source, unbroken = saved[0] / "fsdp1/saved", saved[1]["fsdp1"]
     own, full = resumed[0]["own"], resumed[0]["fsdp1_full-1"]
     assert own["moments"] == 0
-    assert own["losses"] != pytest.approx(unbroken["losses"][worker.SAVED :], rel=1e-3)
+    assert own["losses"] != pytest.approx(unbroken["losses"][worker.SAVED :], rel=1e-4)
     assert full["losses"] == pytest.approx(unbroken["losses"][worker.SAVED :], rel=NOISE)
     live = resumed[0]["own live"]
     assert live["moments"] == 0

@@ -19,7 +19,7 @@ from tests.judges import library_models as models
 from tests.judges.library_accelerate import Counter
 from tests.judges.library_cpu import pass_for_gpus
 
-SAVED, STEPS, TOTAL, WARMUP = 3, 8, 12, 2
+SAVED, STEPS, TOTAL, WARMUP = 3, 5, 12, 2
 BATCH = 4  # of all ranks together
 PRELOADED = (
     "accelerate.utils.fsdp_utils",
