@@ -3,7 +3,7 @@
 Importing transformers takes seconds, and most models do not need it, because their names in memory
 are those in files. In doubt the answer is yes, which costs no more than the import.
 
-Source: transformers 5.23 ``conversion_mapping.py`` (keys are model types and class names),
+Source: transformers 5.24 ``conversion_mapping.py`` (keys are model types and class names),
 ``modeling_utils.py`` (``_tied_weights_keys``).
 """
 

@@ -4,7 +4,7 @@ transformers 5 holds some models under other names and shapes in memory than in 
 experts, joined projections, other prefixes. Its own conversion runs here on tensors without values
 (`tracing`), so a new model family needs no code here.
 
-Source: transformers 5.23 ``modeling_utils.py`` (``save_pretrained``,
+Source: transformers 5.24 ``modeling_utils.py`` (``save_pretrained``,
 ``remove_tied_weights_from_state_dict``), ``core_model_loading.py`` (``revert_weight_conversion``).
 """
 
