@@ -61,7 +61,8 @@ def _explain(error: BaseException) -> int:  # noqa: PLR0911 - one return per exi
     if isinstance(error, ReshardError):
         return _fail(*error.lines, code=error.exit_code)
     if isinstance(error, (KeyboardInterrupt, click.Abort)):
-        cause = error.__cause__ if isinstance(error, click.Abort) else error
+        # click 8.1.0 raises Abort without a cause
+        cause = error.__context__ if isinstance(error, click.Abort) else error
         return _fail(
             "; ".join(["interrupted", *map(str, cause.args if cause else ())]), code=INTERRUPTED
         )

@@ -443,17 +443,14 @@ def test_a_pickle_with_a_tensor_as_a_key_is_parsed_for_each_file(tmp_path, parse
 def save_dtensors(rank, world, path):
     """Save what a rank has of two tensors that are cut over a mesh, and return its stamp."""
     from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.tensor import Shard, distribute_tensor
+    from torch.distributed.tensor import DTensor, Shard
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     distributed.init_process_group("fake", rank=rank, world_size=world, store=FakeStore())
     try:
         mesh = init_device_mesh("cpu", (2, world // 2))
-        full = torch.zeros(2 * world, 3)
-        state = {
-            name: distribute_tensor(full, mesh, [Shard(0), Shard(0)], src_data_rank=None)
-            for name in "ab"
-        }
+        cut = [Shard(0), Shard(0)]
+        state = {name: DTensor.from_local(torch.zeros(2, 3), mesh, cut) for name in "ab"}
         torch.save(reshard.stamp(state, step=1, save_id="x", file=path.name), path)
     finally:
         distributed.destroy_process_group()

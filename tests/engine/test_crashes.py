@@ -520,16 +520,16 @@ def test_what_is_not_ours_is_not_cleared(tmp_path):
 @pytest.mark.parametrize("has_modes", [True, False])
 def test_what_others_can_write_to_is_cleared_only_where_all_can(has_modes, tmp_path, monkeypatch):
     """FAT and some network mounts give every directory the same mode."""
-    original = os.mkdir
+    original = Path.mkdir
 
     def mkdir(path, mode=0o777, **options):
         original(path, mode, **options)
-        Path(path).chmod(0o777)
+        path.chmod(0o777)
 
     (tmp_path / ".out.partial" / "output").mkdir(parents=True)
     (tmp_path / ".out.partial").chmod(0o777)
     if not has_modes:
-        monkeypatch.setattr(os, "mkdir", mkdir)
+        monkeypatch.setattr(Path, "mkdir", mkdir)
     place = LocalPartial(tmp_path / "out")
     if has_modes:
         with pytest.raises(ExistsError, match="in the way"):

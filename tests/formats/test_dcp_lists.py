@@ -18,7 +18,7 @@ STATE = {
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is")
 def test_lists_of_containers_are_lists_again(tmp_path):
-    dcp.save(STATE, checkpoint_id=tmp_path / "dcp", no_dist=True)
+    dcp.save(STATE, checkpoint_id=tmp_path / "dcp")
     with reshard.open(tmp_path / "dcp") as checkpoint:
         train = checkpoint.manifest.train
         assert train.scheduler == STATE["schedulers"]

@@ -56,13 +56,12 @@ def test_moments_are_those_that_deepspeed_converts(saved):
 
 
 def test_merge_writes_what_transformers_loads_and_split_a_run_without_autoep(saved, tmp_path):
-    from transformers import AutoModelForCausalLM
-
+    transformers = pytest.importorskip("transformers", "5.0", "4 has other names in memory")
     for run in ("stage2", "stage3"):
         shutil.copytree(saved / run, tmp_path / run)
         shutil.copy(saved / "config.json", tmp_path / run)
         reshard.merge(tmp_path / run, tmp_path / f"{run}_hf", dtype="fp32")
-        model, info = AutoModelForCausalLM.from_pretrained(
+        model, info = transformers.AutoModelForCausalLM.from_pretrained(
             tmp_path / f"{run}_hf", output_loading_info=True, dtype=torch.float32
         )
         assert not any(info.values())

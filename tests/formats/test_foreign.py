@@ -76,7 +76,7 @@ def test_weights_of_paddlenlp_are_not_taken_for_those_of_transformers(tmp_path):
 @pytest.mark.filterwarnings("ignore:torch.distributed is")
 def test_metadata_of_bytecheckpoint_are_not_those_of_dcp(tmp_path):
     """Its files have the bytes of tensors alone, at the places that DCP's metadata would state."""
-    dcp.save({"w": torch.ones(2)}, checkpoint_id=tmp_path, no_dist=True)
+    dcp.save({"w": torch.ones(2)}, checkpoint_id=tmp_path)
     path = tmp_path / ".metadata"
     metadata = dcp.FileSystemReader(tmp_path).read_metadata()
     metadata.bytecheckpoint_version = "0.0.2"

@@ -106,6 +106,10 @@ def test_an_adapter_of_litgpt_is_read_if_it_was_not_merged(tmp_path, suffix):
         reshard.merge(tmp_path / "step-000002", tmp_path / "adapter", adapter="default")
 
 
+@pytest.mark.skipif(
+    not hasattr(dcp, "HuggingFaceStorageWriter"),
+    reason="this torch has no writer of safetensors; torch 2.7 has",
+)
 @pytest.mark.filterwarnings("ignore:torch.distributed is")
 def test_nemo_automodel_saves_the_model_for_hugging_face_and_the_optimizer_as_items(tmp_path):
     """Automodel has names and writers of its own, and flattens the optimizer inside ``optim``."""
