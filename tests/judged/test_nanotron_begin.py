@@ -124,7 +124,7 @@ def test_a_model_that_transformers_lacks_keeps_its_names(tmp_path):
     path.write_text(json.dumps({**json.loads(path.read_text()), "no_rope_layer": 2}))
     report = reshard.merge(tmp_path / "run", tmp_path / "model")
     assert any("layers without rotary positions" in text for text in report.changes)
-    report = reshard.split(tmp_path / "run", tmp_path / "state.pt", to="torch")
+    report = reshard.split(tmp_path / "run", tmp_path / "dcp", to="dcp")
     assert any("layers without rotary positions" in text for text in report.derived)
     with pytest.raises(UnsupportedError, match="no_rope_layer"):
         reshard.merge(tmp_path / "run", tmp_path / "again", names="hf")
