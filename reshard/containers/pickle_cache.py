@@ -54,6 +54,7 @@ class PickleContent(NamedTuple):
         value: its root, without the stamp.
         globals: every global that it names.
         storages: its storages, without positions.
+        stamp: the stamp, if it has one.
         is_known: whether an earlier file has an equal pickle, except for what states its rank.
     """
 
@@ -224,7 +225,7 @@ class _TensorFinder:
 
     Attributes:
         holders: the containers and objects that hold tensors or such dicts.
-        meshes: those dicts, by a number of each.
+        meshes: those dicts, by their ids with a minus.
     """
 
     def __init__(self) -> None:
@@ -233,7 +234,7 @@ class _TensorFinder:
         self._seen: dict[int, frozenset[int]] = {}
 
     def find(self, value: Any, depth: int = 0) -> frozenset[int]:
-        """Return the ids of the tensors in a value, and the numbers of the dicts of meshes.
+        """Return the ids of the tensors in a value, and those of the dicts of meshes with a minus.
 
         `_HOLDS_ITSELF` is among them if one of the values holds itself.
 

@@ -184,7 +184,7 @@ class Location:
 
 
 def _list_entries(directory: Path) -> Iterator[Path | os.DirEntry[str]]:
-    """Yield the content of a directory; of plain files, the system has told that they are files."""
+    """Yield the entries of a directory; local ones know without a system call what they are."""
     if is_remote(str(directory)):
         yield from directory.iterdir()
         return

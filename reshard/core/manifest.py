@@ -61,6 +61,13 @@ class Entry:
         return self.chunks[0].file if self.chunks else self.fqn
 
     @property
+    def stored_dtype(self) -> DType | None:
+        """The dtype in which files have the values; None if several, or values times a factor."""
+        stored = {(chunk.dtype, chunk.factor) for chunk in self.chunks}
+        dtype, factor = stored.pop() if len(stored) == 1 else (None, 1.0)
+        return dtype if factor == 1.0 else None
+
+    @property
     def numel(self) -> int:
         """The number of elements."""
         return prod(self.shape)

@@ -91,20 +91,21 @@ def list_claims(stamp: Stamp | None) -> list[Claim]:
     """Return what a stamp states, to be compared with the other files of the checkpoint."""
     if stamp is None:
         return []
-    claims = list(_list_save_claims(stamp.save_id, stamp.world_size, stamp.step))
-    if stamp.file:  # as in torch's archives, see `checks.identity.claims`
-        claims.append(Claim(FILE_NAME, get_stem(stamp.file), KEY))
-    return claims
+    claims = _list_save_claims(stamp.save_id, stamp.world_size, stamp.step)
+    if not stamp.file:
+        return [*claims]
+    # As in torch's archives, see `checks.identity.claims`.
+    return [*claims, Claim(FILE_NAME, get_stem(stamp.file), KEY)]
 
 
 @lru_cache(maxsize=1)  # the files of a save have them in common
-def _list_save_claims(save_id: str, world_size: int, step: int | None) -> list[Claim]:
+def _list_save_claims(save_id: str, world_size: int, step: int | None) -> tuple[Claim, ...]:
     stated = {
         SAVE: save_id,
         WORLD_SIZE: str(world_size),
         STEP: "" if step is None else str(step),
     }
-    return [Claim(about, value, KEY) for about, value in stated.items() if value]
+    return tuple(Claim(about, value, KEY) for about, value in stated.items() if value)
 
 
 def take(root: Any, attribute: Any, where: object) -> tuple[Any, Stamp | None]:

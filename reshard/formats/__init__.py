@@ -168,17 +168,13 @@ def _read_run(location: Location, hints: ReadHints) -> Manifest:
             if each.reads_tags and each.detect(location):
                 return each.read(location, hints)  # raises an error that lists the tags
         tags = run.list_tags(location)
-        if tags:
+        if tags or registry.detect(location):
             raise UnrecognisedError(
                 location,
                 f"there is no checkpoint {hints.tag!r}",
-                f"pass another --tag; there are {some(tags, _LISTED)}",
-            )
-        if registry.detect(location):
-            raise UnrecognisedError(
-                location,
-                f"there is no checkpoint {hints.tag!r}",
-                "leave out --tag, or pass the name of a file in it",
+                f"pass another --tag; there are {some(tags, _LISTED)}"
+                if tags
+                else "leave out --tag, or pass the name of a file in it",
             )
     below = unclear.find_run(location)
     if below is not location:

@@ -40,12 +40,14 @@ class _Library:
 
 
 def _is_of_fairseq2(location: Location) -> bool:
-    if sum(_SHARD.fullmatch(name) is not None for name in location.files) > 1:
+    if len(list(filter(_SHARD.fullmatch, location.files))) > 1:
         return True  # one file of them is not the whole model either
-    above = next((each for each in ("model", "pp_00") if each in location.folders), None)
-    if above is None or location.chosen:
-        return False
-    return location.find_nested(f"model/{_FAIRSEQ2}" if above == "model" else _FAIRSEQ2) is not None
+    nested = (path for path in (f"model/{_FAIRSEQ2}", _FAIRSEQ2) if _is_in_folder(location, path))
+    return not location.chosen and any(map(location.find_nested, nested))
+
+
+def _is_in_folder(location: Location, path: str) -> bool:
+    return path.partition("/")[0] in location.folders
 
 
 def _is_of_olmo(location: Location) -> bool:

@@ -23,7 +23,8 @@ from reshard.system.paths import as_path
 from reshard.units import some
 
 _NUMBERED = re.compile(
-    r"(?:(?:checkpoint|step|global_step|iter|(?:dist_)?epoch|ckpt)[-_]?|(?:ep\d+-)?ba|epoch_\d+_(?:train_)?step_)?"
+    r"(?:(?:checkpoint|step|global_step|iter|(?:dist_)?epoch|ckpt)[-_]?"
+    r"|(?:ep\d+-)?ba|epoch_\d+_(?:train_)?step_)?"
     r"(\d{1,19})(?:-unsharded)?"
     r"|(?:.*-)?step=(\d{1,19})(?:-.*)?(?:\.ckpt)?"
 )

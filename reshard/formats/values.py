@@ -93,10 +93,9 @@ def refuse_rounded_scales(manifest: Manifest, dtype: str, method: str = "") -> N
     """
     from reshard.quantised.pairs import find_evidence
 
-    entry = None if method else find_evidence(manifest)
     if method:
         how = f"config.json states that the model is quantised ({method})"
-    elif entry is not None:
+    elif (entry := find_evidence(manifest)) is not None:
         how = f"{entry.fqn!r} ({entry.dtype}) is part of a quantised weight"
     else:
         return

@@ -57,6 +57,8 @@ SHARED = ("vera_A", "vera_B")  # buffers of all layers, which PEFT saves once
 TRAINED = tuple(
     dict.fromkeys(role for method in METHODS.values() for each in method for role in each)
 )
+NOT_OF_PEFT = "have the names of LitGPT and loralib, which PEFT does not load"
+MERGE_LORALIB = "merge the adapter with the library that trained it first (litgpt merge_lora DIR)"
 _ROLES = frozenset((*TRAINED, *SHARED, SAVED_MODULE, TOKENS))
 _LEAVES = ("weight", "bias")
 _PROMPTS_SAVED_AS = "prompt_embeddings"  # PEFT 0.21 ``BasePromptEncoder._get_adapter_state_dict``
@@ -200,10 +202,6 @@ def explain_separate(fqns: Iterable[str]) -> list[str]:
         f" {' or '.join(adapters)} to write one adapter for PeftModel.from_pretrained"
     )
     return [text]
-
-
-NOT_OF_PEFT = "have the names of LitGPT and loralib, which PEFT does not load"
-MERGE_LORALIB = "merge the adapter with the library that trained it first (litgpt merge_lora DIR)"
 
 
 def is_of_loralib(parts: Sequence[AdapterPart]) -> bool:

@@ -59,10 +59,7 @@ class FormConversion:
     @property
     def changes_nothing(self) -> bool:
         """Whether both forms are the same."""
-        return all(
-            traced.pieces == (TensorPart(name),) and not traced.zeros
-            for name, traced in self.after.items()
-        )
+        return all(traced.pieces == (TensorPart(name),) for name, traced in self.after.items())
 
     def invert(self) -> FormConversion:
         """Return the conversion in the other direction, which leaves zeros out."""
@@ -107,7 +104,7 @@ class FormConversion:
             ReshardError: see `apply`.
         """
         found = finders.entries
-        if len(traced.pieces) == 1 and not traced.pieces[0].views and not traced.zeros:
+        if len(traced.pieces) == 1 and not traced.pieces[0].views:
             return replace(found[traced.pieces[0].fqn], fqn=name)
         sources = dict.fromkeys(piece.fqn for piece in traced.pieces)
         present = [found[fqn] for fqn in sources if fqn in found]
@@ -126,7 +123,7 @@ class FormConversion:
             for chunk in apply_views(finders.find(piece), piece.views)
         )
         dtype = check_parts_dtype(where, name, present)
-        file = next((chunk.file for entry in present for chunk in entry.chunks), where)
+        file = present[0].where
         zeros = (chunk for block in traced.zeros for chunk in _build_zeros(block, file, dtype))
         return Entry(name, present[0].kind, dtype, traced.shape, (*chunks, *zeros))
 
@@ -184,8 +181,8 @@ def _store_alone(fqn: str, shape: Index) -> Chunk:
 
 def _build_zeros(zeros: Zeros, file: str, dtype: DType) -> Iterator[Chunk]:
     """Return the chunks of zeros beside values of a file."""
-    count = ZeroBytes(list_files(file), prod(zeros.shape) * dtype.itemsize)
-    name = Derived(file, f"{count.nbytes} zero bytes", count)
+    computation = ZeroBytes(list_files(file), prod(zeros.shape) * dtype.itemsize)
+    name = Derived(file, f"{computation.nbytes} zero bytes", computation)
     return apply_views([contiguous(name, 0, dtype, whole(zeros.shape))], zeros.views)
 
 

@@ -41,7 +41,7 @@ class Zeros:
 Part = TypeVar("Part", TensorPart, Zeros)
 
 
-def _look_through(parts: Iterable[Part], view: View) -> Iterator[Part]:
+def _view_parts(parts: Iterable[Part], view: View) -> Iterator[Part]:
     """Yield parts under one more view, without those of which nothing remains."""
     for part in parts:
         views = append_view(part.views, view)
@@ -65,7 +65,7 @@ class Traced:
 
     def view(self, view: View, shape: Sequence[int]) -> Traced:
         """Return the tensor under a view of the given shape."""
-        pieces, zeros = _look_through(self.pieces, view), _look_through(self.zeros, view)
+        pieces, zeros = _view_parts(self.pieces, view), _view_parts(self.zeros, view)
         return Traced(tuple(shape), tuple(pieces), tuple(zeros))
 
     def reshape(self, shape: Sequence[int]) -> Traced:
@@ -151,9 +151,9 @@ def _slice(
 def _index(tensor: Traced, indices: Sequence[torch.Tensor | None]) -> Traced:
     chosen = [(dim, index) for dim, index in enumerate(indices) if index is not None]
     if len(chosen) != 1 or chosen[0][1].ndim != 1:
-        raise UnsupportedError("index", "selects elements of several dims")
+        raise UnsupportedError("index", "is not a list of numbers, or a mask, of one dim")
     dim, index = chosen[0]
-    # The only other dtype of an index is bool: a mask.
+    # An index with one byte for each element is a mask.
     numbers = index if index.dtype.itemsize > 1 else index.nonzero().flatten()
     return _index_select(tensor, dim, numbers)
 

@@ -38,7 +38,7 @@ class AmbiguousError(Exception):
         super().__init__(f"these parameters {why}: {shown}")
 
 
-class UntrainedShapeError(AmbiguousError):
+class UnknownShapeError(AmbiguousError):
     """The optimizer has states of a parameter that is not among the weights.
 
     LLaMA-Factory saves the head of a reward model in a file of its own, for example.
@@ -185,7 +185,7 @@ def _match_by_signature(
     counts = [Counter(group) for group in groups]
     stated = set().union(*counts) - {None}
     if unknown := stated - alike.keys():
-        raise UntrainedShapeError(unknown)
+        raise UnknownShapeError(unknown)
     for sign in stated:
         holders = [count[sign] for count in counts if count[sign]]
         # All candidates of this signature must be in one group. If some are in no group, or if two

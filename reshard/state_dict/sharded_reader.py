@@ -151,13 +151,13 @@ def _read_dtensor(
     call: Call,
     shape: Index,
     dtype: DType,
-    placements: Sequence[Cut | None],
+    cuts: Sequence[Cut | None],
     sizes: Sequence[int],
 ) -> list[Chunk]:
     """Return the chunk of a DTensor that the rank has.
 
     Args:
-        placements: how each axis of the mesh cuts the tensor.
+        cuts: how each axis of the mesh cuts the tensor.
         sizes: the number of ranks of each axis.
     """
     spec = call.get("_spec")
@@ -166,22 +166,19 @@ def _read_dtensor(
         return []
     if not all(type(at) is int for at in coordinate):
         raise TypeError(f"{shown(coordinate)} is not a mesh coordinate")
-    if not len(sizes) == len(placements) == len(coordinate):
-        raise ValueError(f"{len(placements)} placements at {coordinate} on a mesh of {sizes}")
+    if not len(sizes) == len(cuts) == len(coordinate):
+        raise ValueError(f"{len(cuts)} placements at {coordinate} on a mesh of {sizes}")
     if not all(0 <= at < size for at, size in zip(coordinate, sizes, strict=True)):
         raise CorruptError(
             file.path,
             f"contains a DTensor of a rank with coordinates {coordinate} on a mesh of {sizes}",
             ALTERED,
         )
-    box = compute_mesh_box(
-        shape, placements, sizes, coordinate, _read_shard_order(spec, placements)
-    )
+    box = compute_mesh_box(shape, cuts, sizes, coordinate, _read_shard_order(spec, cuts))
     if box is None:
         raise UnsupportedError(
             file.path,
-            f"contains a DTensor whose strided shards are not blocks: {placements} on a mesh of"
-            f" {sizes}",
+            f"contains a DTensor whose strided shards are not blocks: {cuts} on a mesh of {sizes}",
             "save it with DCP, or gather it before saving",
         )
     chunk = _place_shard(file, call.get("_local_tensor"), box, dtype)

@@ -58,7 +58,7 @@ def test_a_library_is_named(tmp_path, name, place, files):
 
 
 def test_weights_of_paddlenlp_are_not_taken_for_those_of_transformers(tmp_path):
-    """Its linear layers have the same names, and transposed weights."""
+    """Refuse it by its config: linear layers have the same names, and transposed weights."""
     source = tmp_path / "model"
     source.mkdir()
     save_file({"model.layers.0.mlp.up_proj.weight": torch.ones(2, 3)}, source / "model.safetensors")
@@ -75,7 +75,7 @@ def test_weights_of_paddlenlp_are_not_taken_for_those_of_transformers(tmp_path):
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is")
 def test_metadata_of_bytecheckpoint_are_not_those_of_dcp(tmp_path):
-    """Its files have the bytes of tensors alone, at the places that DCP's metadata would state."""
+    """Refuse it: its files have bytes of tensors alone, where DCP's metadata place whole items."""
     dcp.save({"w": torch.ones(2)}, checkpoint_id=tmp_path)
     path = tmp_path / ".metadata"
     metadata = dcp.FileSystemReader(tmp_path).read_metadata()

@@ -50,8 +50,7 @@ def quantise(values: Entry, pair: QuantisedPair, kept: KeptScales) -> tuple[Entr
     """
     released = Entry(pair.fqn, PARAM, pair.weight.dtype, pair.shape, (pair.value_chunk,))
     numbers = range(pair.weight.matrices)
-    stored = {(chunk.dtype, chunk.factor) for chunk in values.chunks}
-    dtype = BFLOAT16 if stored == {(BFLOAT16, 1.0)} else FLOAT32
+    dtype = BFLOAT16 if values.stored_dtype == BFLOAT16 else FLOAT32
     matrices = [Matrix(values, dtype, pair, released, number, kept) for number in numbers]
     return _build_entry(matrices, "codes"), _build_entry(matrices, "scales")
 

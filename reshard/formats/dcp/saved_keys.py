@@ -267,12 +267,11 @@ def _build_values(state: WritableState, *, dtype: DType | None) -> dict[Key, Val
     """
     weights = torch_state_dict.build_weights(state, dtype=dtype)
     values = {(kind, fqn): value for fqn, value in weights.items() for kind in WEIGHT_KINDS}
-    masters = torch_state_dict.build_weights(state)
     for weight in state.weights:
         if weight.value.kind == MASTER:
-            master = masters[weight.fqn]
-            values[MASTER, weight.fqn] = master
-            values[PARAM, weight.fqn] = replace(master, dtype=dtype or weight.dtype)
+            value = weights[weight.fqn]
+            values[MASTER, weight.fqn] = replace(value, dtype=weight.value.dtype)
+            values[PARAM, weight.fqn] = replace(value, dtype=dtype or weight.dtype)
     for member in state.members:
         slots = member.slots.values()
         values.update((each.key, torch_state_dict.build_slot(member, each)) for each in slots)

@@ -76,14 +76,15 @@ def add_product(base: Entry, product: Product) -> Entry:
     """
     shape = base.shape[1:] if product.experts > 1 else base.shape
     leads = [(expert,) for expert in range(product.experts)] if product.experts > 1 else [()]
-    chunks = tuple(_build_chunk(base, product, lead, shape) for lead in leads)
+    dtype = base.stored_dtype if base.stored_dtype in (BFLOAT16, FLOAT16) else FLOAT32
+    chunks = tuple(_build_chunk(base, dtype, product, lead, shape) for lead in leads)
     return replace(base, chunks=chunks)
 
 
-def _build_chunk(base: Entry, product: Product, lead: Index, shape: Index) -> Chunk:
+def _build_chunk(base: Entry, dtype: DType, product: Product, lead: Index, shape: Index) -> Chunk:
     box = Box((*lead, *(0 for _ in shape)), (*(1 for _ in lead), *shape))
     tile_rows = _choose_tile_rows(shape[0], prod(shape[1:]))
-    file = MergedWeight(base, product, lead, shape, tile_rows).name
+    file = MergedWeight(base, dtype, product, lead, shape, tile_rows).name
     return Chunk(box, file, 0, row_major(box.shape, _SIZE), FLOAT32)
 
 
@@ -93,6 +94,7 @@ class MergedWeight:
 
     Args:
         base: the base model's tensor.
+        dtype: the dtype in which it is read: its own if `average` takes it, or float32.
         product: what is added to it.
         lead: index of the expert in the first dim; empty for a tensor without experts.
         shape: the shape of the matrix; dims after the first one count as one.
@@ -100,6 +102,7 @@ class MergedWeight:
     """
 
     base: Entry
+    dtype: DType
     product: Product
     lead: Index
     shape: Index
@@ -159,9 +162,9 @@ class MergedWeight:
         terms = reader.keep("terms", shape, lambda: np.empty((2, *shape), "<f4"))
         tile, work = terms
         rows = slice(first, first + len(tile))
-        dtype = self._read_base(reader, first, tile)
+        self._read_base(reader, first, tile)
         left, right = reader.keep("factors", self, lambda: self._load(reader))
-        is_finite = add_matrix_product(terms, dtype, left[rows], right)
+        is_finite = add_matrix_product(terms, self.dtype, left[rows], right)
         if product.magnitude is not None:
             set_row_lengths(tile, _read(reader, product.magnitude).reshape(-1)[rows], work)
             is_finite = bool(np.isfinite(tile).all())
@@ -173,16 +176,13 @@ class MergedWeight:
             )
         return tile.data.cast("B")
 
-    def _read_base(self, reader: TileReader, first: int, tile: Array) -> DType:
-        """Read rows of the base, as they are stored, into the end of a tile; return their dtype."""
+    def _read_base(self, reader: TileReader, first: int, tile: Array) -> None:
+        """Read rows of the base into the end of a tile."""
         rest = self.shape[1:]
         origin = (*self.lead, first, *(0 for _ in rest))
         box = Box(origin, (*(1 for _ in self.lead), len(tile), *rest))
-        stored = {(chunk.dtype, chunk.factor) for chunk in self.base.chunks}
-        halves = [half for half in (BFLOAT16, FLOAT16) if stored == {(half, 1.0)}]
-        dtype = halves[0] if halves else FLOAT32
-        reader.read(self.base, box, dtype, tile.data.cast("B")[-box.volume * dtype.itemsize :])
-        return dtype
+        nbytes = box.volume * self.dtype.itemsize
+        reader.read(self.base, box, self.dtype, tile.data.cast("B")[-nbytes:])
 
     def _load(self, reader: TileReader) -> tuple[Array, Array]:
         """Return the factors of this matrix: (rows, rank), which is scaled, and (rank, columns)."""
@@ -236,7 +236,7 @@ def add_matrix_product(terms: Array, dtype: DType, left: Array, right: Array) ->
     for start in range(0, left.shape[1], _DEPTH):
         _multiply(left[:, start : start + _DEPTH], right[start : start + _DEPTH], work)
         rows = values[nbytes - target.size * dtype.itemsize :]
-        # The sum in float64, rounded once, is that in float32.
+        # The sum of two float32 values in float64, rounded to float32, is their sum in float32.
         is_finite = average(rows, (dtype, FLOAT32), (1.0, 1.0), 1.0, FLOAT32, values[:nbytes])
         dtype = FLOAT32
     return is_finite
