@@ -98,11 +98,7 @@ def find_fsdp_version(state: Any) -> FsdpVersion | None:
 
 
 def _describe_program(accelerator: Any) -> LiveTarget:
-    """Return what the program states about its prepared model.
-
-    Raises:
-        UsageError: no model is prepared, or several are.
-    """
+    """Return what the program states about its prepared model."""
     models = accelerator._models  # noqa: SLF001 - no public name
     if len(models) != 1:
         raise UsageError(

@@ -123,11 +123,7 @@ def load_checkpoint(  # noqa: PLR0913 - the arguments of DeepSpeed's method
 
 
 def _refuse_engine(engine: Any) -> None:
-    """Refuse engines whose load reads files beside those of its checkpoint engine.
-
-    Raises:
-        UnsupportedError: names the setting, and what to do instead.
-    """
+    """Refuse engines whose load reads files beside those of its checkpoint engine."""
     if engine.load_universal_checkpoint():
         raise UnsupportedError(
             "load_universal",
@@ -140,11 +136,7 @@ def _refuse_engine(engine: Any) -> None:
 def _choose_options(
     engine: Any, options: Mapping[str, Any], *, tag: str | None, weights_only: bool
 ) -> SplitOptions:
-    """Return the options of `split` that lay out the files which the engine reads.
-
-    Raises:
-        UsageError: an option is one that the engine decides, or unknown.
-    """
+    """Return the options of `split` that lay out the files which the engine reads."""
     from torch import distributed as dist
 
     decided = {

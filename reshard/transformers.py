@@ -101,9 +101,6 @@ def _describe_strategy(trainer: Any) -> tuple[dict[str, Any], dict[str, Any] | N
     """Return the options that the Trainer's strategy decides, and DeepSpeed's configuration.
 
     Source: transformers 5.23 ``trainer.py`` (``is_deepspeed_enabled``, ``is_fsdp_enabled``).
-
-    Raises:
-        UnsupportedError: as `choose_state_dict_type`.
     """
     decided: dict[str, Any] = {"to": "hf-trainer", "world_size": trainer.args.world_size}
     state = trainer.accelerator.state

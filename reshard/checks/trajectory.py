@@ -268,11 +268,7 @@ def _parse_point(where: str, line: Mapping[str, Any]) -> Point:
 
 
 def _parse_number(where: str, line: Mapping[str, Any], name: str) -> Number:
-    """Parse a number of a line, from its hex if it has one.
-
-    Raises:
-        CorruptError: the value is not a number.
-    """
+    """Parse a number of a line, from its hex if it has one."""
     value, text = line[name], line.get(f"{name}_hex")
     if text is not None:
         try:

@@ -115,11 +115,7 @@ def _check_device() -> None:
 
 
 def _run(fuse: Any, operations: FileOperations, directory: Path) -> None:
-    """Mount and answer the kernel's requests, in threads of libfuse, until the end.
-
-    Raises:
-        UsageError: the directory cannot be mounted; libfuse has printed the reason.
-    """
+    """Mount and answer the kernel's requests, in threads of libfuse, until the end."""
     bounded: dict[str, int] = {}
     if (fuse.fuse_version_major, fuse.fuse_version_minor) >= (3, 12):  # older ones have no option
         bounded = {"max_threads": _MOST_THREADS, "max_idle_threads": _MOST_THREADS}

@@ -194,11 +194,7 @@ def _code_fits(code: str, dtype: DType) -> bool:
 
 
 def _parse_array(call: Call) -> tuple[DType, Index, Index, bytes]:
-    """Return dtype, shape, strides in elements, and data of an array or a scalar.
-
-    Raises:
-        _UnreadableError: no tensor can represent the array; the message says why.
-    """
+    """Return dtype, shape, strides in elements, and data of an array or a scalar."""
     shape: Any
     try:
         if call.name in _SCALARS:

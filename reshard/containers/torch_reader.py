@@ -146,10 +146,6 @@ def _read_stream(
 
     Five pickles (a magic number, the protocol, the system, the object, the keys of its storages)
     come first, then for each storage its number of elements and its data. There are no checksums.
-
-    Raises:
-        CorruptError: truncated or altered.
-        UnsupportedError: its tensors are big-endian.
     """
     storages = Storages(path)
     done, end, keys = _read_structure(path, size, files, builders, storages)

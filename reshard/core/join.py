@@ -61,11 +61,7 @@ def join_groups(parts: Iterable[Sequence[ParamGroup]]) -> tuple[ParamGroup, ...]
 
 
 def _check_steps(parts: Sequence[Manifest]) -> None:
-    """Refuse parts that were saved at different steps, or updated a parameter differently often.
-
-    Raises:
-        CorruptError: two parts differ in their step, or in the update count of a parameter.
-    """
+    """Refuse parts that were saved at different steps, or updated a parameter differently often."""
     first = parts[0]
     updates = dict(first.train.optimizer_step)
     for other in parts[1:]:

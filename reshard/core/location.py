@@ -143,11 +143,7 @@ class Location:
         return {link.name: link for link in links if not link.exists()}
 
     def _scan(self) -> Iterator[tuple[Path, Path | os.DirEntry[str]]]:
-        """Yield each directory with each of its entries; an unreadable one is empty if it is inner.
-
-        Raises:
-            ReshardError: the user's own directory cannot be read.
-        """
+        """Yield each directory with each entry; an inner one that is unreadable is empty."""
         for directory in self.directories:
             try:
                 for entry in _list_entries(directory):

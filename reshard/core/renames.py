@@ -114,11 +114,7 @@ def _drop_unknown(values: Mapping[str, Any]) -> dict[str, Any]:
 def _find_common(
     sources: Mapping[str, Iterable[str]], value_of: Callable[[str], Any], what: str
 ) -> dict[str, Any]:
-    """Return the value that all parts of one tensor have in common.
-
-    Raises:
-        UsageError: they differ.
-    """
+    """Return the value that all parts of one tensor have in common."""
     common: dict[str, Any] = {}
     for name, (first, *others) in sources.items():
         common[name] = value_of(first)

@@ -163,11 +163,7 @@ class Keys(dict[str, torch_metadata.STORAGE_TYPES]):
         return _build_metadata(self.resolved[key])
 
     def _resolve(self, key: str) -> Resolved:
-        """Return the value that a key refers to.
-
-        Raises:
-            UsageError: the key can be read in two ways, or under two prefixes.
-        """
+        """Return the value that a key refers to."""
         for option, find, names in self._iterate_readings():
             matches = {
                 prefix: value

@@ -115,11 +115,7 @@ class PlainItems:
         return (value,)
 
     def _find_group(self, key: str, hyper: Hyper) -> ParamGroup:
-        """Return the checkpoint's group for one of the target's, by its parameters or its index.
-
-        Raises:
-            UsageError: the target splits its parameters into groups in another way.
-        """
+        """Return the checkpoint's group for one of the target's, by its parameters or its index."""
         groups, group_of = self.keys.state.groups, self.keys.state.group_of
         if hyper.group is None:
             return groups[group_of[hyper.fqn]]
@@ -152,12 +148,7 @@ class PlainItems:
         )
 
     def _refuse_missing(self) -> None:
-        """Raise an error if a key is missing.
-
-        Raises:
-            UsageError: the key exists under another prefix, or the target's keys are numbers.
-            IncompleteError: the checkpoint lacks the key.
-        """
+        """Raise an error if a key is missing."""
         missing = [key for key in self.missing if not self._is_harmless(key)]
         partial = getattr(self.planner, "allow_partial_load", False)
         if not missing or (partial and self.keys.prefixes):
@@ -192,9 +183,6 @@ class PlainItems:
         """Refuse a target with the param groups of an optimizer that has not created its state yet.
 
         DCP loads only keys of the target, so it would leave out the moments without an error.
-
-        Raises:
-            UsageError: the checkpoint has optimizer state, and the target has none.
         """
         state = self.keys.state
         if not self.hypers or not state.slots:

@@ -92,11 +92,7 @@ def read(  # noqa: PLR0913 - a keyword an option
 
 @contextmanager
 def _naming_others(location: Location) -> Iterator[None]:
-    """Add the other checkpoints of a run to the advice of an error about the one that is read.
-
-    Raises:
-        IncompleteError, CorruptError: the one that was raised, with this advice.
-    """
+    """Add the other checkpoints of a run to the advice of an error about the one that is read."""
     try:
         yield
     except (IncompleteError, CorruptError) as error:
@@ -150,11 +146,7 @@ def _read_at(location: Location, name: str, hints: ReadHints) -> Manifest:
 
 
 def _read_run(location: Location, hints: ReadHints) -> Manifest:
-    """Read a checkpoint of a run directory.
-
-    Raises:
-        UnrecognisedError: there is no checkpoint, or several and nothing chooses.
-    """
+    """Read a checkpoint of a run directory."""
     if location.chosen and location.path.stat().st_size == 0:
         raise IncompleteError(location, "is empty", "fetch it again")
     checkpoint = (

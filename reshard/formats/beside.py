@@ -156,9 +156,6 @@ def _find_base_config(location: Location) -> Path | None:
 
     A relative path refers to the working directory of the training, and a name to the Hub: both are
     unknown here.
-
-    Raises:
-        CorruptError: ``adapter_config.json`` is not a JSON object.
     """
     path = location.files.get("adapter_config.json")
     base = read_json_object(path).get("base_model_name_or_path") if path else None

@@ -28,12 +28,7 @@ def find_live_form(manifest: Manifest) -> Manifest | None:
 
 
 def _rename(manifest: Manifest, source: Source) -> Manifest | None:
-    """Return a state whose names are of the format's own models under those of transformers.
-
-    Raises:
-        UsageError: transformers cannot build the model.
-        UnsupportedError: the model has a feature that no model of transformers has.
-    """
+    """Return a state whose names are of the format's own models under those of transformers."""
     named = naming.choose_names(manifest, source.names, NameOptions())
     if named.config is None:
         return None

@@ -238,11 +238,7 @@ def parse_number(name: str) -> int | None:
 
 
 def _find_pointed(location: Location, detect: Callable[[Location], bool]) -> Location | None:
-    """Return the checkpoint that the run's pointer names, or the symlink that is one.
-
-    Raises:
-        UnrecognisedError: the pointer names a checkpoint that does not exist.
-    """
+    """Return the checkpoint that the run's pointer names, or the symlink that is one."""
     pointer = location.find_first(_POINTERS)
     if pointer is None:
         _refuse_broken_link(location, lambda name: name in _POINTERS or _LINK.fullmatch(name))
@@ -259,11 +255,7 @@ def _find_pointed(location: Location, detect: Callable[[Location], bool]) -> Loc
 
 
 def _refuse_broken_link(location: Location, names_checkpoint: Callable[[str], object]) -> None:
-    """Refuse a run in which a symlink that names its checkpoint points to nothing.
-
-    Raises:
-        UnrecognisedError: there is such a symlink, whose target has the name of a checkpoint.
-    """
+    """Refuse a run in which a symlink that names its checkpoint points to nothing."""
     for name, link in location.broken_links.items():
         if names_checkpoint(name) and re.search(r"\d", link.readlink().name):
             refuse_broken_link(link, _advise_others(location, name))
@@ -291,11 +283,7 @@ def _find_linked(location: Location, detect: Callable[[Location], bool]) -> Loca
 
 
 def _find_newest(location: Location, detect: Callable[[Location], bool]) -> Location | None:
-    """Return the checkpoint of the highest number; None if no number has a checkpoint.
-
-    Raises:
-        UnrecognisedError: the highest number is that of a symlink to nothing.
-    """
+    """Return the checkpoint of the highest number; None if no number has a checkpoint."""
     # The highest number may be an interrupted save. `find_checkpoint` refuses it, because an older
     # checkpoint is not what the user expects.
     numbers = list_numbered(location)

@@ -74,11 +74,7 @@ def refuse_one_of_many(location: Location) -> None:
 
 
 def _refuse_torchtune_shards(location: Location, names: Iterable[str]) -> None:
-    """Refuse the shards that torchtune wrote before it had an index, if one of them is meant.
-
-    Raises:
-        UnsupportedError: there are several.
-    """
+    """Refuse the shards that torchtune wrote before it had an index, if one of them is meant."""
     shards = [name for name in location.files if _TORCHTUNE.fullmatch(name)]
     if len(shards) > 1 and any(map(_TORCHTUNE.fullmatch, names)):
         raise UnsupportedError(
@@ -90,11 +86,7 @@ def _refuse_torchtune_shards(location: Location, names: Iterable[str]) -> None:
 
 
 def _refuse_rank_files(location: Location, names: Iterable[str]) -> None:
-    """Refuse one rank's file of a model-parallel checkpoint.
-
-    Raises:
-        UnsupportedError: a file's name states a rank, and there are those of other ranks.
-    """
+    """Refuse one rank's file of a model-parallel checkpoint."""
     name = next(filter(_MODEL_PARALLEL.search, names), None)
     if name is None or sum(1 for n in location.files if _MODEL_PARALLEL.search(n)) < 2:
         return

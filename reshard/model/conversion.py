@@ -98,11 +98,7 @@ class FormConversion:
                     yield self._build(manifest.origin.path, name, traced, finders)
 
     def _build(self, where: str, name: str, traced: Traced, finders: _Finders) -> Entry:
-        """Return one new entry, which is an old one or made of several.
-
-        Raises:
-            ReshardError: see `apply`.
-        """
+        """Return one new entry, which is an old one or made of several."""
         found = finders.entries
         if len(traced.pieces) == 1 and not traced.pieces[0].views:
             return replace(found[traced.pieces[0].fqn], fqn=name)

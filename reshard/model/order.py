@@ -77,9 +77,6 @@ def _check_weights(stored: Mapping[str, Index], model: ModelShapes) -> None:
 
     Args:
         stored: the shape of each stored weight, under any name of a tied one.
-
-    Raises:
-        UsageError: the weights belong to another model.
     """
     expected = {**model.parameters, **model.buffers}
     for fqn, shape in stored.items():

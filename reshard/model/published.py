@@ -211,11 +211,7 @@ def _match_mtp(root: Any) -> re.Pattern[str] | None:
 def _revert(
     root: Any, state: Mapping[str, Any], shapes: Mapping[str, Index], source: str
 ) -> dict[str, Traced]:
-    """Return the published tensors of a state dict, as ``save_pretrained`` would convert it.
-
-    Raises:
-        UnsupportedError: an operation is not a movement of whole elements.
-    """
+    """Return the published tensors of a state dict, as ``save_pretrained`` would convert it."""
     try:
         from transformers.core_model_loading import revert_weight_conversion
     except ImportError:  # transformers 4 writes the names in memory

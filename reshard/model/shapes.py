@@ -115,11 +115,7 @@ def describe_module(
 def _find_units(
     root: nn.Module, policy: Policy | None, *, mixed_precision: bool
 ) -> tuple[tuple[Unit, ...], _Owners, _Firsts]:
-    """Return the units of FSDP 1, the unit that owns each module, and the names in the units.
-
-    Raises:
-        UsageError, UnsupportedError: as `describe_module`.
-    """
+    """Return the units of FSDP 1, the unit that owns each module, and the names in the units."""
     wrapped = find_wrapped(root, policy or Policy(), mixed_precision=mixed_precision)
     owners = _find_owners(root, wrapped)
     prefixes = {module: fqn for fqn, module in root.named_modules()}

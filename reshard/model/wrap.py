@@ -131,11 +131,7 @@ def _resolve_classes(root: nn.Module, names: tuple[str, ...]) -> list[type[nn.Mo
 
 
 def _list_own_layers(root: nn.Module, present: set[str]) -> tuple[str, ...]:
-    """Return the classes in the model's ``_no_split_modules`` that it has, as Accelerate does.
-
-    Raises:
-        UsageError: the model has no ``_no_split_modules``.
-    """
+    """Return the classes in the model's ``_no_split_modules`` that it has, as Accelerate does."""
     named = sorted(getattr(root, OWN_LAYERS, None) or ())
     if not named:
         raise UsageError(

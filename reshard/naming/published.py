@@ -162,12 +162,7 @@ def _may_differ(manifest: Manifest, config: Mapping[str, Any]) -> bool:
 
 
 def _convert(manifest: Manifest, published: Published, names: Names | None) -> ChosenForm:
-    """Return the state in the published form, or in the form in memory.
-
-    Raises:
-        UsageError: the weights belong to another model.
-        UnsupportedError: a tensor has another shape than in the model.
-    """
+    """Return the state in the published form, or in the form in memory."""
     conversion = published.conversion
     form = published.recognize_form(manifest)
     if names == "module":

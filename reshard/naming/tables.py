@@ -205,9 +205,6 @@ def _check_config(given: Mapping[str, Any], family: Family, traits: Traits) -> l
 
     Returns:
         Warnings about settings that may change the model for some inputs.
-
-    Raises:
-        UsageError: a setting differs that changes what the model computes.
     """
     warnings = []
     for key, value, other in family.find_differences(given, traits):

@@ -69,9 +69,6 @@ def _find_cached(model: str) -> Path:
     """Return the config.json of a model in Hugging Face's cache.
 
     The directories are those of huggingface_hub 1.x (``constants.py``, ``file_download.py``).
-
-    Raises:
-        UsageError: the model is not in the cache; nothing is downloaded.
     """
     base = as_path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser()
     home = as_path(os.environ.get("HF_HOME") or str(base / "huggingface")).expanduser()

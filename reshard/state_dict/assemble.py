@@ -244,11 +244,7 @@ def _resolve_step(
 
 
 def _refuse_mixed(parsed: ParsedTree) -> None:
-    """Refuse ranks whose counters differ: they did not save together.
-
-    Raises:
-        CorruptError: naming the counter; or the files have nothing in common.
-    """
+    """Refuse ranks whose counters differ: they did not save together."""
     for path in parsed.differing:
         if not path:
             raise CorruptError(parsed.where, "the ranks' files have different contents", MIXED)
@@ -270,9 +266,6 @@ def _resolve_model(
 
     Weights in the model's published form (HF Trainer's) are brought into the form in memory, to
     which names and numbers in the optimizer refer.
-
-    Raises:
-        UsageError: the user named another model than the checkpoint's.
     """
     optimized = _collect_optimized(parts)
     prefixes = [

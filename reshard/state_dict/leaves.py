@@ -88,11 +88,7 @@ def looks_like_weight(value: Any) -> bool:
 
 
 def _refuse_unreadable(where: object, name: str, value: Any) -> None:
-    """Refuse a weight that only its own class can compute, or of a dtype that torch lacks.
-
-    Raises:
-        UnsupportedError: naming it.
-    """
+    """Refuse a weight that only its own class can compute, or of a dtype that torch lacks."""
     if is_wrapped(value):
         raise UnsupportedError(
             where,

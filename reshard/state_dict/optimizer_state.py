@@ -338,11 +338,7 @@ def _list_members(group: Mapping[str, Any]) -> list[Any]:
 
 
 def _read_step(fqn: str, value: Any, pool: SourceFiles) -> float | None:
-    """Return the step, on which all ranks must agree.
-
-    Raises:
-        CorruptError: ranks disagree.
-    """
+    """Return the step, on which all ranks must agree."""
     if not isinstance(value, LocalTensors):
         return read_counter(value, pool)
     chunks = [chunk for chunk in value.pieces.values() if chunk.box.volume == 1]

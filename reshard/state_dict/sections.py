@@ -175,11 +175,7 @@ def _find_models(tree: Any, optimizers: Collection[Path]) -> dict[Path, dict[str
 
 
 def _refuse_modules(tree: Any, where: str) -> None:
-    """Refuse a file of whole modules, which ``torch.save(model, path)`` writes.
-
-    Raises:
-        UnrecognisedError: naming the first one's class.
-    """
+    """Refuse a file of whole modules, which ``torch.save(model, path)`` writes."""
     items = tree if isinstance(tree, dict) else {"": tree}
     for key, item in items.items():
         if isinstance(item, Call) and isinstance(item.get("_parameters"), dict):

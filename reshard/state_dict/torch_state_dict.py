@@ -256,11 +256,7 @@ def has_flat_storage(manifest: Manifest) -> bool:
 def _build_member_state(
     state: WritableState, group: TrainedGroup, member: TrainedParameter
 ) -> dict[str, Any]:
-    """Build all state of one parameter, as its optimizer had it.
-
-    Raises:
-        UnsupportedError: a part of it is an object that cannot be written.
-    """
+    """Build all state of one parameter, as its optimizer had it."""
     return nested_slots.unflatten(
         {**_build_slots(state, group, member), **get_non_tensor_state(state, member)}
     )

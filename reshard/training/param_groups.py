@@ -369,11 +369,7 @@ def _convert_tuple(value: Any) -> Any:
 def _regroup_scheduler(
     state: WritableState, origins: Sequence[Sequence[int]], groups: Sequence[TrainedGroup]
 ) -> tuple[Any, list[str]]:
-    """Regroup the lists of a torch scheduler, which have one value for each group.
-
-    Raises:
-        UsageError: a new group's members had different values.
-    """
+    """Regroup the lists of a torch scheduler, which have one value for each group."""
     scheduler = state.manifest.train.scheduler
     schedulers = scheduler if isinstance(scheduler, list) else [scheduler]
     if not any(isinstance(one, dict) and one.keys() & set(PER_GROUP) for one in schedulers):

@@ -114,12 +114,7 @@ def list_sources(paths: Sequence[Path], options: AverageOptions) -> list[Path]:
 
 
 def _list_newest(path: Path, count: int) -> list[Path]:
-    """Return the newest checkpoints of a run, by the number in their names.
-
-    Raises:
-        UsageError: the run has fewer.
-        IncompleteError: one of them is not complete.
-    """
+    """Return the newest checkpoints of a run, by the number in their names."""
     found = run.list_checkpoints(
         unclear.find_run(Location.from_paths([path])), unclear.is_checkpoint
     )
@@ -143,11 +138,7 @@ def _list_newest(path: Path, count: int) -> list[Path]:
 
 
 def _open(path: Path, options: AverageOptions) -> Manifest:
-    """Read the headers of a checkpoint as `convert` reads those of the first one.
-
-    Raises:
-        ReshardError: it cannot be read or trusted.
-    """
+    """Read the headers of a checkpoint as `convert` reads those of the first one."""
     manifest = read_trusted([path], options)
     check_identity(manifest, options.trust)
     return manifest
@@ -156,12 +147,7 @@ def _open(path: Path, options: AverageOptions) -> Manifest:
 def _weigh(
     paths: Sequence[Path], manifests: Sequence[Manifest], options: AverageOptions
 ) -> list[_WeightedCheckpoint]:
-    """Return the checkpoints with their factors, in the order of the sum.
-
-    Raises:
-        UsageError: a checkpoint is named twice, or the factors do not fit.
-        DifferentError: the steps of a run do not grow with the numbers of its checkpoints.
-    """
+    """Return the checkpoints with their factors, in the order of the sum."""
     steps = [SourceStep(m.origin.path, m.train.step) for m in manifests]
     _refuse_repeated(paths, manifests)
     if options.last is not None:
@@ -177,11 +163,7 @@ def _weigh(
 
 
 def _refuse_repeated(paths: Sequence[Path], manifests: Sequence[Manifest]) -> None:
-    """Refuse a checkpoint that is named twice, also by two different paths.
-
-    Raises:
-        UsageError: there is one.
-    """
+    """Refuse a checkpoint that is named twice, also by two different paths."""
     seen: dict[frozenset[str], Path] = {}
     for path, manifest in zip(paths, manifests, strict=True):
         files = frozenset(str(formats.as_paths(file)[0].resolve()) for file in manifest.files)
@@ -195,11 +177,7 @@ def _refuse_repeated(paths: Sequence[Path], manifests: Sequence[Manifest]) -> No
 
 
 def _check_steps(steps: Sequence[SourceStep]) -> None:
-    """Check that the steps grow with the numbers of the checkpoints.
-
-    Raises:
-        DifferentError: they do not.
-    """
+    """Check that the steps grow with the numbers of the checkpoints."""
     known = [each for each in steps if each.step is not None]
     for before, after in pairwise(known):
         if (before.step or 0) >= (after.step or 0):
@@ -214,11 +192,7 @@ def _check_steps(steps: Sequence[SourceStep]) -> None:
 def _plan(
     members: Sequence[_WeightedCheckpoint], output: Path, options: AverageOptions
 ) -> Job[AverageReport]:
-    """Plan the files of the means as `merge` lays them out.
-
-    Raises:
-        ReshardError: the checkpoints cannot be averaged, or not be written as requested.
-    """
+    """Plan the files of the means as `merge` lays them out."""
     means = _average(members, output, options)
     merge = passes.lay_out(means.merge)
 
@@ -236,9 +210,6 @@ def _plan_layout(
 
     Args:
         report_as: the destination as the user wrote it.
-
-    Raises:
-        ReshardError: the checkpoints cannot be averaged, or not be written as requested.
     """
     # `split` with its formats takes a fifth of the time of all imports, and the usual average does
     # without it.
@@ -311,11 +282,7 @@ class _Means:
 def _average(
     members: Sequence[_WeightedCheckpoint], output: Path, options: AverageOptions
 ) -> _Means:
-    """Choose the weights of all checkpoints, and compute which means are written.
-
-    Raises:
-        ReshardError: the checkpoints cannot be averaged.
-    """
+    """Choose the weights of all checkpoints, and compute which means are written."""
     merges = list(_choose_weights(members, output, options))
     sources = [
         matching.Summand(str(member.path), merge.weights, _as_float(member.weight))

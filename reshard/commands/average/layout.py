@@ -92,11 +92,7 @@ def _describe_model(merge: Merge, folder: str) -> Manifest:
 
 @contextmanager
 def _name_directory(folder: str) -> Iterator[None]:
-    """Name what the temporary directory stands for in the message of an error.
-
-    Raises:
-        ReshardError: as raised in the block.
-    """
+    """Name what the temporary directory stands for in the message of an error."""
     try:
         yield
     except ReshardError as error:

@@ -37,11 +37,7 @@ def lay_out(merge: Merge) -> Merge:
 
 
 def _note_untrained(entries: Sequence[Entry]) -> list[str]:
-    """Return a note if matrices that PEFT initializes to zero (lora_B) are still zero.
-
-    Raises:
-        ReshardError: a file cannot be read.
-    """
+    """Return a note if matrices that PEFT initializes to zero (lora_B) are still zero."""
     start = [entry for entry in entries if _find_role(entry.fqn) in names.START_AT_ZERO]
     with SourceFiles() as pool:
         zero = [entry.fqn for entry in start if is_zero(pool, entry)]
@@ -112,12 +108,7 @@ def find_only_name(parts: Sequence[AdapterPart]) -> str:
 def _find_name_in_tensors(
     where: str, name: str, parts: Sequence[AdapterPart], fqns: Iterable[str]
 ) -> str:
-    """Return the adapter's name in the names of its tensors; empty if PEFT itself saved them.
-
-    Raises:
-        UsageError: there is no adapter of this name.
-        UnsupportedError: the model has an adapter of an unknown method.
-    """
+    """Return the adapter's name in the names of its tensors; empty if PEFT itself saved them."""
     present = list(dict.fromkeys(each.adapter for each in parts))
     if not present:
         if any(names.is_adapted(fqn) for fqn in fqns):

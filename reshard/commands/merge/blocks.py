@@ -254,11 +254,7 @@ class Matrix:
         return codes, scales, is_same
 
     def _choose_scales(self, values: Array, is_same: Array) -> Array:
-        """Return the scales of rows of blocks, as they are stored.
-
-        Raises:
-            CorruptError: a value is infinite or not a number.
-        """
+        """Return the scales of rows of blocks, as they are stored."""
         import numpy as np
 
         from reshard.quantised import encode
@@ -343,11 +339,7 @@ class Matrix:
         return self._compare_codes(reader, sample, codes, rows, 1)
 
     def _compare_first_columns(self, reader: TileReader, values: Array, box: Box) -> Array:
-        """Return for each block of transposed codes whether its first code has its value.
-
-        Raises:
-            CorruptError: a scale is not a number.
-        """
+        """Return for each block of transposed codes whether its first code has its value."""
         import numpy as np
 
         from reshard.quantised import encode
@@ -367,9 +359,6 @@ class Matrix:
         """Return the values of the first code of each block of some stored rows, transposed.
 
         The codes are taken where they are stored: to transpose all of them takes longer.
-
-        Raises:
-            CorruptError: a scale is not a number.
         """
         import numpy as np
 
@@ -399,11 +388,7 @@ class Matrix:
         return encode.compare(values, released, weight.value_block[0], weight)
 
     def _compare_columns(self, reader: TileReader, values: Array, box: Box) -> Array:
-        """Return for each block whether it has the values of transposed codes.
-
-        Raises:
-            CorruptError: a scale is not a number.
-        """
+        """Return for each block whether it has the values of transposed codes."""
         from reshard.quantised import encode, loops
 
         weight, width = self.pair.weight, self.pair.weight.block[1]
@@ -415,11 +400,7 @@ class Matrix:
         return encode.compare_columns(values, codes, scales[lines], weight)
 
     def _transpose_scales(self, first: int, count: int, reader: TileReader) -> Array:
-        """Return the release's scales of some stored rows, transposed; the reader keeps them.
-
-        Raises:
-            CorruptError: a scale is not a number.
-        """
+        """Return the release's scales of some stored rows, transposed; the reader keeps them."""
         from reshard.quantised import decode, loops
 
         def transpose() -> Array:

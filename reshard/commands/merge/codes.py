@@ -130,11 +130,7 @@ def _note_rounded(merge: Merge) -> Iterator[str]:
 
 
 def _refuse_rounded_scales(merge: Merge) -> None:
-    """Check that ``--dtype`` does not round the scales of codes in a training checkpoint.
-
-    Raises:
-        UsageError: a tensor of a quantised model would be cast.
-    """
+    """Check that ``--dtype`` does not round the scales of codes in a training checkpoint."""
     dtype, how = merge.options.dtype, (merge.companions.config or {}).get(QUANTISED)
     is_cast = any(entry.dtype != written for entry, written in merge.weights.tensors)
     if dtype and is_cast and (how or _find_unstated(merge)):

@@ -110,11 +110,7 @@ def _find_placeholders(manifest: Manifest, offered: Mapping[str, Entry]) -> list
 def _check_same_model(
     path: Path, present: Mapping[str, Entry], offered: Mapping[str, Entry]
 ) -> None:
-    """Check that both have common names, and that their shapes are equal.
-
-    Raises:
-        UsageError: the base is another model.
-    """
+    """Check that both have common names, and that their shapes are equal."""
     both = [fqn for fqn in offered if fqn in present]
     if not both:
         raise UsageError(

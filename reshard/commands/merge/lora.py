@@ -113,12 +113,7 @@ def _choose_form(base: Manifest, companions: Companions, layers: Sequence[str]) 
 
 
 def _read_adapter(selected: Merge) -> Weights:
-    """Return the tensors of an adapter, each with all its names.
-
-    Raises:
-        DifferentError: copies of a tensor differ.
-        IncompleteError: a tensor has no values.
-    """
+    """Return the tensors of an adapter, each with all its names."""
     manifest = selected.manifest
     placeholders.refuse(manifest, manifest.entries.values())
     chosen = weights.select(manifest, "keep")
@@ -144,12 +139,7 @@ def _leave_out_rows_of_head(entries: list[Entry], base: Manifest) -> list[Entry]
 
 
 def _open_base(path: Path, options: MergeOptions) -> tuple[Manifest, list[str]]:
-    """Read the headers of the base model; return its weights, dequantised, and notes.
-
-    Raises:
-        UsageError: the path is an adapter.
-        ReshardError: as `read_model`.
-    """
+    """Read the headers of the base model; return its weights, dequantised, and notes."""
     base, notes = read_model(path, MERGE_LORA, options.allow_pickle)
     if find_parts(entry.fqn for entry in base.entries.values()):
         raise UsageError(
@@ -176,9 +166,6 @@ def _check_same_base(run: Manifest, merged: Merged, pool: SourceFiles) -> None:
     """Compare samples of the weights that the run stores with the adapter, with the base's.
 
     Codes of quantised weights (QLoRA) are left out: bitsandbytes may store them as any dtype.
-
-    Raises:
-        DifferentError: they differ.
     """
     trained = {fqn for group in run.train.param_groups for fqn in group.fqns}
     names = {entry.fqn for entry in run.of_kind(PARAM)}
@@ -214,11 +201,7 @@ def _is_alike(one: Entry, other: Entry, pool: SourceFiles) -> bool:
 
 
 def _check_effect(merged: Merged, pool: SourceFiles) -> list[str]:
-    """Return a note on products that are zero.
-
-    Raises:
-        DifferentError: the adapter changes nothing.
-    """
+    """Return a note on products that are zero."""
     zero = [fqn for fqn, product in merged.products.items() if _is_zero(product, pool)]
     if len(zero) == len(merged.products) and not any(_find_changed(merged, pool)):
         raise DifferentError(
@@ -250,12 +233,7 @@ def _find_changed(merged: Merged, pool: SourceFiles) -> Iterator[str]:
 
 
 def _check_ties(merged: Merged, pool: SourceFiles, policy: weights.Tied) -> bool:
-    """Return whether the head has other values than the embedding that it was tied to.
-
-    Raises:
-        DifferentError: a LoRA product changes only one of the two, and ``--tied keep`` is not
-            given.
-    """
+    """Return whether the head has other values than the embedding that it was tied to."""
     entries = {entry.fqn: entry for entry in merged.manifest.entries.values()}
     differing = [
         (head, embedding)

@@ -130,9 +130,6 @@ def _check_same_model(release: Release, tensors: Tensors) -> None:
 
     Weights that the run does not have are allowed if it has no others in their place: transformers
     does not load the layers of DeepSeek V3 that predict several tokens.
-
-    Raises:
-        UsageError: the release is another model.
     """
     entries = {entry.fqn: entry for entry, _ in tensors}
     flag = f"{QUANTISE_LIKE} {release.path}"

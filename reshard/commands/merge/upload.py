@@ -110,11 +110,7 @@ def _describe_load_from_hub(line: str, repository: Repository) -> str:
 
 
 def _commit(files: OnDemandFiles, repository: Repository, *, overwrite: bool) -> None:
-    """Upload all files and commit them.
-
-    Raises:
-        ExistsError: the repository has one of them.
-    """
+    """Upload all files and commit them."""
     from huggingface_hub import CommitOperationAdd, HfApi
 
     api = HfApi()
@@ -138,11 +134,7 @@ def _commit(files: OnDemandFiles, repository: Repository, *, overwrite: bool) ->
 
 @contextmanager
 def _explain_errors(repository: Repository) -> Iterator[None]:
-    """Turn errors of huggingface_hub and of its HTTP client into one of this package.
-
-    Raises:
-        ReshardError: an error of a file that was read; else one that names the repository.
-    """
+    """Turn errors of huggingface_hub and of its HTTP client into one of this package."""
     from huggingface_hub.errors import RepositoryNotFoundError
 
     where = repository.url

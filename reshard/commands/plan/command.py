@@ -92,12 +92,7 @@ def plan(source: formats.Paths | None = None, options: PlanOptions | None = None
 
 
 def _check_written(options: PlanOptions, paths: Sequence[Path]) -> None:
-    """Check the path of --write before any work is done.
-
-    Raises:
-        UsageError: its suffix is not known, or it is the path of the page.
-        ExistsError: it exists, or is inside the source.
-    """
+    """Check the path of --write before any work is done."""
     if options.write is None:
         return
     from reshard.engine.output.destination import check_destination
@@ -113,11 +108,7 @@ def _check_written(options: PlanOptions, paths: Sequence[Path]) -> None:
 
 
 def _find_model(options: PlanOptions, manifest: Manifest | None) -> ModelSizes:
-    """Return the sizes of the model that SOURCE, --model or --params describes.
-
-    Raises:
-        UsageError: none of them is given, or two.
-    """
+    """Return the sizes of the model that SOURCE, --model or --params describes."""
     if options.params is not None and (options.model is not None or manifest is not None):
         other = "--model" if manifest is None else "SOURCE"
         raise UsageError("--params", f"{other} states the number of parameters", "leave it out")
@@ -131,11 +122,7 @@ def _find_model(options: PlanOptions, manifest: Manifest | None) -> ModelSizes:
 
 
 def _describe_source(manifest: Manifest, options: PlanOptions) -> ModelSizes:
-    """Return the sizes of the model in a checkpoint.
-
-    Raises:
-        UsageError: it has no weights.
-    """
+    """Return the sizes of the model in a checkpoint."""
     from reshard.training.companion_files import find_config
 
     shapes = {entry.fqn: entry.shape for entry in manifest.of_kind(PARAM, MASTER)}
@@ -148,11 +135,7 @@ def _describe_source(manifest: Manifest, options: PlanOptions) -> ModelSizes:
 
 
 def _find_training(options: PlanOptions, manifest: Manifest | None, model: ModelSizes) -> Training:
-    """Return the settings that the options give, else those of the run, else the defaults.
-
-    Raises:
-        UsageError: ``--freeze`` is not a regular expression.
-    """
+    """Return the settings that the options give, else those of the run, else the defaults."""
     if options.freeze:
         keys.compile_patterns([options.freeze], "--freeze")
     stated = _read_settings(manifest) if manifest is not None else {}
@@ -266,11 +249,7 @@ def _continue_run(
 
 
 def _forecast_split(manifest: Manifest, target: Path, chosen: dict[str, Any]) -> Forecast:
-    """Plan a split as its command does, and forecast it.
-
-    Raises:
-        ReshardError: the run cannot be laid out for the strategy.
-    """
+    """Plan a split as its command does, and forecast it."""
     from reshard.commands.output import forecast_job
     from reshard.commands.split.command import plan_split
     from reshard.commands.split.options import SplitOptions
@@ -280,11 +259,7 @@ def _forecast_split(manifest: Manifest, target: Path, chosen: dict[str, Any]) ->
 
 
 def _write(report: PlanReport, options: PlanOptions, manifest: Manifest | None) -> None:
-    """Write the configuration of the chosen strategy, complete or not at all.
-
-    Raises:
-        ReshardError: the file cannot be written, or its program does not support the strategy.
-    """
+    """Write the configuration of the chosen strategy, complete or not at all."""
     from reshard.engine.output import commit
     from reshard.sizing.configs import format_config
 

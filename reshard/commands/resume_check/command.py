@@ -195,12 +195,7 @@ class _ResumeCheck:
         return list(layouts.values())
 
     def _run_unbroken(self) -> ProgramRun:
-        """Resume from the source as it is, or read the given log of such a run.
-
-        Raises:
-            NotRunError: the program did not run to its end.
-            IncompleteError: the run did not continue from the step of the source.
-        """
+        """Resume from the source as it is, or read the given log of such a run."""
         given = self._options.unbroken
         if given is not None:
             series = self._select_steps(trajectory.read(given))
@@ -278,11 +273,7 @@ class _ResumeCheck:
         zero_stage: int | None,
         flags: Sequence[str] = (),
     ) -> ProgramRun:
-        """Run the program on a checkpoint and read its log; failures are in the result.
-
-        Raises:
-            UsageError: the program cannot be started, or a placeholder has no value.
-        """
+        """Run the program on a checkpoint and read its log; failures are in the result."""
         words = self._program.build_command(
             checkpoint, folder, ranks=ranks, steps=self._options.steps, zero_stage=zero_stage
         )
@@ -312,12 +303,7 @@ class _ResumeCheck:
             return programs.run(run.command, folder, timeout_s, watch)
 
     def _read_log(self, log: Path) -> Series:
-        """Read the steps of a run from its log.
-
-        Raises:
-            IncompleteError: the log has no steps, or they do not follow that of the checkpoint.
-            CorruptError: the log cannot be read.
-        """
+        """Read the steps of a run from its log."""
         step, series = self._program.step, trajectory.read(log)
         first = series.points[0].step
         if step is not None and first <= step:

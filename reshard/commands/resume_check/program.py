@@ -85,11 +85,7 @@ def choose_program(manifest: Manifest, command: str | None) -> Program:
 
 
 def _use_trainer(manifest: Manifest) -> Program:
-    """Return ``python -m trainer`` with the settings that the checkpoint contains.
-
-    Raises:
-        UsageError: the source is not a checkpoint of our trainer.
-    """
+    """Return ``python -m trainer`` with the settings that the checkpoint contains."""
     path = Path(manifest.origin.path) / _TRAINER_STATE
     try:
         document = json.loads(path.read_text()) if path.is_file() else {}
@@ -110,11 +106,7 @@ def _use_trainer(manifest: Manifest) -> Program:
 
 
 def _choose_flags(planned: SplitReport, strategy: str) -> list[str]:
-    """Return the flags with which the trainer loads a layout.
-
-    Raises:
-        UsageError: the trainer does not load it.
-    """
+    """Return the flags with which the trainer loads a layout."""
     names = {file["name"].partition("/")[0] for file in planned.files}
     flags = trainer_run.choose_flags(names, planned.zero_stage, strategy)
     if flags is None:

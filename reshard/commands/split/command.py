@@ -183,11 +183,7 @@ def _add_config(
 
 
 def _check_destination(destination: str, writer: Writer) -> None:
-    """Refuse the name of a file for a layout that is a directory.
-
-    Raises:
-        UsageError: the destination has the suffix of a file, and the layout is a directory.
-    """
+    """Refuse the name of a file for a layout that is a directory."""
     suffix = Path(destination).suffix
     if is_single_file(destination) and not (
         writer.writes_file and suffix in formats.PLAIN_SUFFIXES

@@ -231,11 +231,7 @@ def rename(conversion: StateConversion, options: SplitOptions) -> StateConversio
 
 
 def _compare_merged(conversion: StateConversion, named: Naming, policy: replicas.Replicas) -> None:
-    """Compare the values of tensors that became one under the output's names.
-
-    Raises:
-        DifferentError: they differ, and the policy is to fail.
-    """
+    """Compare the values of tensors that became one under the output's names."""
     if named.merged:
         entries = [e for e in named.manifest.of_kind(*WEIGHT_KINDS) if e.fqn in named.merged]
         with SourceFiles() as pool:
@@ -245,11 +241,7 @@ def _compare_merged(conversion: StateConversion, named: Naming, policy: replicas
 def _choose_form(
     conversion: StateConversion, named: Naming, options: SplitOptions
 ) -> StateConversion:
-    """Return the conversion with the names that transformers writes, or those of its model.
-
-    Raises:
-        UsageError: the user asks for one of them, and nothing states the model.
-    """
+    """Return the conversion with the names that transformers writes, or those of its model."""
     names, manifest = options.names, conversion.manifest
     is_renamed = named.config is not None  # by a table, to the published names
     if names is None and named.config is not None and library.may_be_converted(named.config):

@@ -87,11 +87,7 @@ def resolve_request(
 
 
 def _check_options(writer: Writer, options: SplitOptions) -> None:
-    """Refuse an option that would change nothing.
-
-    Raises:
-        UsageError: naming the option, and the layouts that use it.
-    """
+    """Refuse an option that would change nothing."""
     for each in options_of(TargetOptions):
         using = list_writers_using(each.name)
         is_given = getattr(options, each.name) != each.default
@@ -115,11 +111,7 @@ def _choose_sizes(manifest: Manifest, writer: Writer, options: SplitOptions) -> 
 
 
 def _parse_mesh(options: SplitOptions, device: str) -> MeshGrid | None:
-    """Return the given mesh.
-
-    Raises:
-        UsageError: the mesh has another number of ranks than ``--world-size``.
-    """
+    """Return the given mesh."""
     if options.mesh is None:
         return None
     grid, option = mesh.parse_mesh(options.mesh, device), f"--mesh {options.mesh}"
@@ -133,11 +125,7 @@ def _parse_mesh(options: SplitOptions, device: str) -> MeshGrid | None:
 def _choose_tensor_plan(
     manifest: Manifest, grid: MeshGrid | None, model: ModelShapes | None, options: SplitOptions
 ) -> TensorPlan | None:
-    """Return how a tensor-parallel axis cuts: the user's plan, the source's, or the model's.
-
-    Raises:
-        UsageError: there is a plan and no such axis.
-    """
+    """Return how a tensor-parallel axis cuts: the user's plan, the source's, or the model's."""
     if grid is None or "tensor" not in grid.roles:
         if options.tp_plan is not None:
             raise UsageError(f"--tp-plan {options.tp_plan}", "needs --mesh with an axis tp=N")

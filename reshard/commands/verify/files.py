@@ -113,11 +113,7 @@ def _describe_file(
 def _find_problem(
     digests: FileDigests, path: str, ranges: Iterable[tuple[int, int]] | None, workers: int
 ) -> str:
-    """Return how a file differs from its digests; empty if it does not.
-
-    Raises:
-        ReshardError: the file cannot be read, or a range is not inside it.
-    """
+    """Return how a file differs from its digests; empty if it does not."""
     blocks = digests.find_blocks([(0, digests.nbytes)] if ranges is None else ranges)
     found = get_size(path)
     if found != digests.nbytes:
@@ -128,22 +124,14 @@ def _find_problem(
 
 
 def _refuse_options(options: VerifyOptions) -> None:
-    """Refuse options that need the whole checkpoint.
-
-    Raises:
-        UsageError: one is given, or there is no manifest.
-    """
+    """Refuse options that need the whole checkpoint."""
     if not options.against:
         raise UsageError("--include", "needs a manifest", "pass --against FILE")
     options.refuse_beside("--include", *_OF_WHOLE_CHECKPOINT)
 
 
 def _choose_files(listed: Sequence[FileDigests], options: VerifyOptions) -> list[FileDigests]:
-    """Return the files of which the name or the path matches a pattern.
-
-    Raises:
-        UsageError: a pattern matches none.
-    """
+    """Return the files of which the name or the path matches a pattern."""
     chosen: dict[str, FileDigests] = {}
     for pattern in options.include:
         found = [
@@ -161,11 +149,7 @@ def _choose_files(listed: Sequence[FileDigests], options: VerifyOptions) -> list
 
 
 def _find_places(sources: Sequence[Path], chosen: Sequence[FileDigests]) -> dict[str, str]:
-    """Return the path of each file that is there, by its name in the manifest.
-
-    Raises:
-        UsageError: the files are in several folders of the source.
-    """
+    """Return the path of each file that is there, by its name in the manifest."""
     folders = [get_directory(str(path)) for path in sources]
     for _ in range(_DEPTH + 1):
         having = [

@@ -135,11 +135,7 @@ def _join_checks(checks: Mapping[str, Sequence[Check]]) -> list[Check]:
 
 
 def _open(sources: Sequence[Path], options: VerifyOptions) -> dict[str, History]:
-    """Read the headers of all checkpoints of a run, by the model if it trains several.
-
-    Raises:
-        UsageError: there are fewer than two.
-    """
+    """Read the headers of all checkpoints of a run, by the model if it trains several."""
     runs = run.list_runs(unclear.find_run(Location.from_paths(sources)), unclear.is_checkpoint)
     count = min(map(len, runs.values()), default=0)
     if count < 2:

@@ -158,12 +158,7 @@ def _refuse_own_names(first: ModelStates) -> None:
 
 
 def _read_layers(first: ModelStates) -> tuple[list[_ExpertLayer], int]:
-    """Return the layers of experts, and the number of expert-parallel ranks.
-
-    Raises:
-        CorruptError: they contradict each other.
-        UnsupportedError: the ranks do not have equal, consecutive experts.
-    """
+    """Return the layers of experts, and the number of expert-parallel ranks."""
     listed = first.root["ds_autoep_layers"]
     path = first.file.path
     for kind in (AUTOEP_LAYERS, AUTOEP_PLACEMENTS):
@@ -196,11 +191,7 @@ def _read_layers(first: ModelStates) -> tuple[list[_ExpertLayer], int]:
 def _open_experts(
     files: TagFiles, first: ModelStates, layers: Sequence[_ExpertLayer]
 ) -> dict[tuple[int, int], TorchFile]:
-    """Open the file of each expert; stage 3 writes none.
-
-    Raises:
-        IncompleteError: an expert's file is missing.
-    """
+    """Open the file of each expert; stage 3 writes none."""
     if files.ranks[0].model_is_sharded:
         return {}
     paths = {}

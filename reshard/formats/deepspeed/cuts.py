@@ -141,11 +141,7 @@ class Cuts:
         return known
 
     def _refuse_unused(self, fqn: str) -> None:
-        """Refuse to guess if a pattern matches nothing: it may have been meant for ``fqn``.
-
-        Raises:
-            UnsupportedError: such a pattern exists, which ds_to_universal refuses too.
-        """
+        """Refuse to guess if a pattern matches nothing: it may have been meant for ``fqn``."""
         for key in (*_REPLICATED, _GATED, _ROW, _VOCABULARY):
             for text in self._info.get(key) or ():
                 if not any(_matches(text, name) for name in self._names):
@@ -212,11 +208,7 @@ class Cuts:
         return Split(0, padded=True) if is_vocabulary else None
 
     def _read_affine_map(self, fqn: str) -> Split | None:
-        """Return how AutoTP's affine map cuts a parameter; None if it has no map.
-
-        Raises:
-            UnsupportedError: a rank does not hold exactly one block.
-        """
+        """Return how AutoTP's affine map cuts a parameter; None if it has no map."""
         maps = (self._info.get("affine_map") or {}).get("params") or {}
         affine_map = next((value for text, value in maps.items() if _matches(text, fqn)), None)
         if affine_map is None:
@@ -258,12 +250,7 @@ class Cuts:
 
 @cache
 def _compile(text: str) -> re.Pattern[str]:
-    """Compile a file's regular expression; DeepSpeed's are names with numbers.
-
-    Raises:
-        UnsafeError: it has nested or many repetitions, so that a search could take for ever.
-        CorruptError: it is not a regular expression.
-    """
+    """Compile a file's regular expression; DeepSpeed's are names with numbers."""
     if _REPEATED_GROUP.search(text) or len(_REPEATS.findall(text)) > _MOST_REPEATS:
         raise UnsafeError(
             f"universal_checkpoint_info's pattern {text!r}",

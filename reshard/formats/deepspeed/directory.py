@@ -182,9 +182,6 @@ def _read_pointer(pointer: Path, tags: list[str]) -> str:
 
     Args:
         tags: the tags beside it.
-
-    Raises:
-        CorruptError: it does not name a tag.
     """
     chosen = read_small_file(pointer, MAX_POINTER).decode(errors="replace").strip()
     if chosen and "/" not in chosen and chosen not in (".", ".."):

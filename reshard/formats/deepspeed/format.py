@@ -55,9 +55,6 @@ def _read_state(location: Location, rules: Path | None, find_divisions: FindDivi
     Args:
         rules: a user's table of how tensor-parallel ranks share parameters; see `cuts.Cuts`.
         find_divisions: see `native.read`.
-
-    Raises:
-        ReshardError: as that reader.
     """
     if "zero" in location.folders:
         from reshard.formats.deepspeed import universal

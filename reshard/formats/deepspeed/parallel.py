@@ -68,12 +68,7 @@ def read(files: TagFiles, rules: Path | None = None) -> Manifest:
 
 
 def _find_tensor_size(files: TagFiles, firsts: Sequence[ModelStates]) -> int:
-    """Return the number of tensor-parallel ranks, from the names of files and their content.
-
-    Raises:
-        IncompleteError: model states of a rank are missing.
-        CorruptError: the layers do not have a file for each of the ranks.
-    """
+    """Return the number of tensor-parallel ranks, from the names of files and their content."""
     # A pipeline's layer files show its tensor-parallel ranks. Without layers the model states may
     # declare them. In older versions of DeepSpeed they do not; then there is one stage, and all
     # model-parallel ranks are tensor-parallel ranks.

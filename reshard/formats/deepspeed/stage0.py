@@ -152,11 +152,7 @@ def warn_unread(names: Collection[str]) -> list[str]:
 def _name_members(
     model: ModelStates, candidates: Mapping[str, Index], find_divisions: FindDivisions
 ) -> _Names:
-    """Return the fqn of each member of every group, as declared there or as the shapes show.
-
-    Raises:
-        AmbiguousError: see `optimizer_names.name_groups`.
-    """
+    """Return the fqn of each member of every group, as declared there or as the shapes show."""
     declared = _read_declared_names(model, candidates)
     if declared:
         return declared
@@ -322,11 +318,7 @@ def _split(
 def _name_fused_groups(
     model: ModelStates, candidates: Mapping[str, Index], flats: Sequence[Tensor]
 ) -> list[list[str]]:
-    """Return the members of each flat tensor of a fused optimizer.
-
-    Raises:
-        AmbiguousError: more than one assignment fits, or none.
-    """
+    """Return the members of each flat tensor of a fused optimizer."""
     by_shape: dict[Index, list[str]] = {}
     for fqn, shape in candidates.items():
         by_shape.setdefault(shape, []).append(fqn)

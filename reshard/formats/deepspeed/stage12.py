@@ -221,11 +221,7 @@ class FlatGroup:
         return [check_numel(rank.file.path, "a parameter's padding", padding) for padding in own]
 
     def _check_tail(self) -> None:
-        """Check that the parameters end where the padding begins.
-
-        Raises:
-            CorruptError: parameters and padding do not add up to what the ranks hold.
-        """
+        """Check that the parameters end where the padding begins."""
         # `_find_piece_numel` returns equal pieces as they are; a single rank's lacks its tail.
         total = self.piece_numel * len(self.ranks)
         declared, stored = sum(self.tails), sum(self._count_stored())
@@ -336,11 +332,7 @@ class FlatGroup:
     def _read_whole_members(
         self, name: str, pieces: Sequence[Tensor | None], inside: Sequence[list[Member]]
     ) -> Iterator[Entry]:
-        """Yield a slot of which each rank holds the whole of every member that it shares.
-
-        Raises:
-            CorruptError: a rank's tensor is not as long as those members.
-        """
+        """Yield a slot of which each rank holds the whole of every member that it shares."""
         chunks: dict[str, list[Chunk]] = {member.fqn: [] for member in self.flat}
         dtypes = {piece.dtype for piece in pieces if piece is not None}
         dtype = next(iter(dtypes))

@@ -102,9 +102,6 @@ def _sort_by_size(folder: Path, ids: list[tuple[int, int]]) -> list[tuple[int, i
 
     Ids rise along one param group, but not from one group to the next. Padding does not change the
     order of sizes, so different sizes show which file belongs to which sub-group.
-
-    Raises:
-        UnsupportedError: two files have one size.
     """
     sizes = {pair: get_size(folder / f"{pair[0]}_{pair[1]}.tensor.swp") for pair in ids}
     if len(set(sizes.values())) < len(ids):

@@ -170,11 +170,7 @@ def read_param_groups(ranks: Sequence[OptimizerStates], shapes: Shapes) -> list[
 
 
 def _join_groups(found: Mapping[str, Sequence[_StoredGroup]]) -> list[_StoredGroup]:
-    """Join the groups of ranks that differ in numbers which each optimizer computed itself.
-
-    Raises:
-        CorruptError: the ranks differ in something else.
-    """
+    """Join the groups of ranks that differ in numbers which each optimizer computed itself."""
     kinds = {
         path: [(list(hyper), members) for hyper, members in groups]
         for path, groups in found.items()

@@ -206,11 +206,7 @@ def _check_folders(
     masters: Container[str],
     tied: Mapping[str, str],
 ) -> None:
-    """Check that every trained parameter has a directory: the module's value is not its master.
-
-    Raises:
-        IncompleteError: one has no directory.
-    """
+    """Check that every trained parameter has a directory: the module's value is not its master."""
     lost = [f for f, shape in shapes.items() if prod(shape) and tied.get(f, f) not in masters]
     if lost:
         raise IncompleteError(

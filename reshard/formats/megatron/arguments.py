@@ -319,9 +319,6 @@ def _parse_layout(source: str, layout: Any) -> list[str]:
     """Return the letters of the layers of each stage of a layout.
 
     A layout is text like ``Et|(tt|)*3tL``, or lists of names.
-
-    Raises:
-        CorruptError: it is neither, or has more layers than any model.
     """
     if isinstance(layout, str):
         text = layout.replace(",", "")

@@ -194,10 +194,6 @@ def _read_buffers(
 
     Args:
         is_exported: whether verl saved the weights as a Hugging Face model.
-
-    Raises:
-        CorruptError: files contradict each other.
-        UnsupportedError: the optimizer does not fit the Hugging Face model.
     """
     problem = buffers.find_problem()
     if problem:
@@ -246,11 +242,7 @@ def _add_claims(
 def _check_shapes(
     location: Location, weights: Mapping[tuple[str, str], Entry], slots: Iterable[Entry]
 ) -> None:
-    """Compare the slots of an optimizer with weights that another format has.
-
-    Raises:
-        UnsupportedError: a shape differs.
-    """
+    """Compare the slots of an optimizer with weights that another format has."""
     for slot in slots:
         weight = weights.get((PARAM, slot.fqn))
         if weight is not None and weight.shape != slot.shape:
@@ -310,9 +302,6 @@ def _join_segments(stored: Mapping[str, GlobalTensor], table: Table) -> dict[str
     """Return tensors with the segments of a fused parameter joined, which torch_dist has apart.
 
     Source: ``core/ssm/mamba_mixer.py`` and ``gated_delta_net.py`` (``_split_tensor_factory``).
-
-    Raises:
-        IncompleteError: a segment is missing.
     """
     joined: dict[str, GlobalTensor] = {}
     for key, tensor in stored.items():

@@ -41,11 +41,7 @@ _DIVISIBLE = 128  # Megatron-LM's default of --make-vocab-size-divisible-by
 
 
 def _read(location: Location, hints: ReadHints) -> Manifest:
-    """Read the directory of one iteration, or of the one that a run directory points to.
-
-    Raises:
-        UnsupportedError: it is in the zarr format, or one that a rank keeps for itself.
-    """
+    """Read the directory of one iteration, or of the one that a run directory points to."""
     # Imports are inside functions, because every format is loaded to detect a directory, and only
     # one of them reads it.
     from reshard.formats import beside

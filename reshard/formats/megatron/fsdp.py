@@ -134,11 +134,7 @@ def _make_entry(fqn: str, kind: str, tensor: GlobalTensor) -> Entry:
 def _refuse_several_pieces(
     location: Location, fqns: Iterable[str], args: Arguments, table: Table
 ) -> None:
-    """Refuse fused parameters whose parts are rank after rank, not one after the other.
-
-    Raises:
-        UnsupportedError: there is one.
-    """
+    """Refuse fused parameters whose parts are rank after rank, not one after the other."""
     if args.tp <= 1:
         return
     for fqn in fqns:

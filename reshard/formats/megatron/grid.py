@@ -93,9 +93,6 @@ def _check_latent(name: str, shape: Index, split: Split, args: Arguments) -> Non
 
     Args:
         shape: shape of the first rank's tensor.
-
-    Raises:
-        CorruptError: the ranks' tensors do not add up to that width.
     """
     width = names.find_latent_width(name, args)
     rows = shape[0] * (1 if split.dim is None else args.tp)

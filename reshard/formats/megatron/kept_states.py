@@ -39,11 +39,7 @@ def adapt(conversion: StateConversion) -> StateConversion:
 
 
 def _choose_extra_states(states: RankStates, conversion: StateConversion) -> WrittenStates:
-    """Return the extra states to write.
-
-    Raises:
-        UsageError: they must be kept and cannot be.
-    """
+    """Return the extra states to write."""
     manifest, wanted, notes = conversion.manifest, conversion.request.own, conversion.notes
     policy, what = conversion.options.extra_state, name_extra_states(manifest)
     reason = "--extra-state drop"
@@ -71,12 +67,7 @@ def _choose_extra_states(states: RankStates, conversion: StateConversion) -> Wri
 def _choose_random_states(
     states: RankStates, conversion: StateConversion
 ) -> Mapping[rank_states.RankKey, object]:
-    """Return the random states to write.
-
-    Raises:
-        UnsupportedError: new states are to be derived.
-        UsageError: the states must be kept and cannot be.
-    """
+    """Return the random states to write."""
     manifest, request, notes = conversion.manifest, conversion.request, conversion.notes
     wanted, policy = request.own, request.rng
     if policy == "derive":

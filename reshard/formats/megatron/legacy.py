@@ -141,12 +141,7 @@ def _complete_sizes(args: Arguments, location: Location) -> Arguments:
 
 
 def _check_ranks(opened: Mapping[GridPosition, RankFile], args: Arguments) -> None:
-    """Check that the ranks' files are of one save.
-
-    Raises:
-        CorruptError: two files contradict each other.
-        IncompleteError: a rank lacks the distributed optimizer's file.
-    """
+    """Check that the ranks' files are of one save."""
     first = next(iter(opened.values()))
     for rank, file in opened.items():
         for what, value, expected in (
@@ -185,11 +180,7 @@ def _check_ranks(opened: Mapping[GridPosition, RankFile], args: Arguments) -> No
 
 
 def _check_position(rank: GridPosition, file: RankFile, args: Arguments) -> None:
-    """Check that the folder of a file has the name of the rank that saved it.
-
-    Raises:
-        CorruptError: folders were renamed or exchanged.
-    """
+    """Check that the folder of a file has the name of the rank that saved it."""
     saver = file.args.values.get("rank")
     if type(saver) is not int or not 0 <= saver < args.world:
         return
@@ -275,9 +266,6 @@ def _compute_offsets(opened: Mapping[GridPosition, RankFile], args: Arguments) -
     """Return the number of layers before each chunk of each stage: ``[stage][chunk]``.
 
     Each file numbers its layers from 0. The first chunks of all stages come before the second ones.
-
-    Raises:
-        CorruptError: the stages do not hold as many layers as the run had.
     """
     counts = [
         [chunk.layers for chunk in next(f for r, f in opened.items() if r.pp == pp).chunks]

@@ -94,11 +94,7 @@ def open_rank(folder: Location) -> RankFile:
 
 
 def _list_chunks(root: Mapping[str, Any], path: str) -> list[ModelChunk]:
-    """Return the model chunks in order: ``model``, or ``model0`` and those after it.
-
-    Raises:
-        CorruptError: the file contains no model.
-    """
+    """Return the model chunks in order: ``model``, or ``model0`` and those after it."""
     if "model" in root:
         return [_build_chunk(root, "model", path)]
     # The keys are counted, not sorted: as text, model10 would precede model2.

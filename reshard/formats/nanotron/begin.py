@@ -77,11 +77,7 @@ def rename(conversion: StateConversion, names: NameOptions) -> Naming:
 
 
 def _refuse_unknown(traits: Traits) -> None:
-    """Refuse features that nanotron's configurations cannot state.
-
-    Raises:
-        UnsupportedError: the model has one.
-    """
+    """Refuse features that nanotron's configurations cannot state."""
     hidden, heads = traits.hidden or 0, traits.heads or 1
     if traits.rope_scaling is not None:
         problem = f"scales rotary positions ({traits.rope_scaling})"

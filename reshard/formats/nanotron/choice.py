@@ -83,12 +83,7 @@ def resolve_layout(state: WritableState, wanted: Wanted) -> RunFacts:
 
 
 def _change_stages(state: WritableState, stated: RunFacts, before: int, after: int) -> RunFacts:
-    """Return the layout of the run on another number of pipeline stages.
-
-    Raises:
-        UsageError: the model's configuration is missing, or a stage would be empty.
-        UnsupportedError: the source's own stages are not those of nanotron's models.
-    """
+    """Return the layout of the run on another number of pipeline stages."""
     path, entries = state.manifest.origin.path, state.manifest.entries
     fqns = [fqn for kind, fqn in entries if kind == PARAM]
     blocks = stages.list_blocks(path, stated.config, fqns)
@@ -121,13 +116,7 @@ def _change_stages(state: WritableState, stated: RunFacts, before: int, after: i
 
 
 def _check_optimizer(state: WritableState, stated: RunFacts) -> None:
-    """Refuse an optimizer that would differ from the source's.
-
-    Raises:
-        UsageError: the optimizer is newly created, or in other groups.
-        IncompleteError: the optimizer lacks a moment of a parameter, or a step.
-        UnsupportedError: the optimizer lacks parameters, or has some on the first rank only.
-    """
+    """Refuse an optimizer that would differ from the source's."""
     path, alone = state.manifest.origin.path, "write only the weights: --weights-only"
     if state.zero_slots or state.regrouped:
         raise UsageError(

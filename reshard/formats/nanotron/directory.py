@@ -178,12 +178,7 @@ def _parse_file(path: Path, text: str | None) -> NamedFile:
 def _require_all_ranks(
     what: str, files: list[NamedFile], axes: tuple[str, ...]
 ) -> tuple[NamedFile, ...]:
-    """Return the files in rank order, if every rank of the axes has one.
-
-    Raises:
-        IncompleteError: a rank has no file.
-        CorruptError: the names state different grids.
-    """
+    """Return the files in rank order, if every rank of the axes has one."""
     if not files:
         return ()
     first = files[0]

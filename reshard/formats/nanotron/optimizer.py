@@ -88,11 +88,7 @@ def read(listed: CheckpointFiles, parts: PartTable, pool: SourceFiles) -> Staged
 
 
 def _check_names(file: TorchFile) -> dict[Any, str]:
-    """Return index -> fqn, after a check of the structure of the file.
-
-    Raises:
-        CorruptError: the file does not have the structure of an optimizer.
-    """
+    """Return index -> fqn, after a check of the structure of the file."""
     expect(file.path, file.root, _FILE)
     expect(file.path, file.root, fields(gradient_accumulator=mapping(TEXT)))
     names: dict[Any, str] = file.root["names"]
@@ -102,11 +98,7 @@ def _check_names(file: TorchFile) -> dict[Any, str]:
 def _iterate_tensors(
     file: TorchFile, names: Mapping[Any, str]
 ) -> Iterable[tuple[str, str, Tensor]]:
-    """Yield (fqn, kind, tensor) for every tensor with the shape of its parameter.
-
-    Raises:
-        CorruptError: an index with state has no name.
-    """
+    """Yield (fqn, kind, tensor) for every tensor with the shape of its parameter."""
     for index, slots in file.root["state"].items():
         if index not in names:
             raise CorruptError(file.path, f"has state at index {index!r}, which names no parameter")
@@ -143,11 +135,7 @@ def _add_tensor(
     stored: Chunk,
     rank: NamedFile,
 ) -> None:
-    """Add the chunks of one rank's tensor.
-
-    Raises:
-        CorruptError: its shape does not match the rank's part of the weights.
-    """
+    """Add the chunks of one rank's tensor."""
     kind, fqn = key
     if "dp" in rank.ranks:
         start, stop = compute_piece(prod(part.local), rank.sizes["dp"], rank.rank("dp"))
@@ -177,11 +165,7 @@ def _add_tensor(
 def _add_non_tensors(
     found: StagedOptimizer, file: TorchFile, names: Mapping[Any, str], pool: SourceFiles
 ) -> None:
-    """Add the steps, which must be equal on all ranks, and state that is not tensors.
-
-    Raises:
-        CorruptError: the steps differ.
-    """
+    """Add the steps, which must be equal on all ranks, and state that is not tensors."""
     for index, slots in file.root["state"].items():
         fqn = names[index]
         value = slots.get(_STEP)

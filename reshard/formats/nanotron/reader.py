@@ -120,9 +120,6 @@ def _read_weight(
 
     Args:
         opened: the headers of all files.
-
-    Raises:
-        CorruptError: a file has unexpected content, or ranks contradict each other.
     """
     chunks: list[Chunk] = []
     first: Entry | None = None

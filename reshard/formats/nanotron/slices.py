@@ -117,12 +117,7 @@ def _parse_size(text: str) -> int:
 
 
 def _parse_box(path: str, text: str, shape: Index) -> Box:
-    """Return the box of one side of a pair.
-
-    Raises:
-        ValueError: the text is not slices of that shape.
-        UnsupportedError: a slice has a step.
-    """
+    """Return the box of one side of a pair."""
     ranges = []
     for part, size in zip(text.split("|"), shape, strict=True):
         start, stop, step = (None if n == "None" else int(n) for n in part.split(","))

@@ -307,11 +307,7 @@ def _lay_out_local(state: WritableState, request: Request) -> Skeleton:
 
 
 def _require_units(request: Request, by: str) -> ModelShapes:
-    """Return the model with its FSDP units, which flat parameters need.
-
-    Raises:
-        UsageError: the user names no model, or not how it is wrapped.
-    """
+    """Return the model with its FSDP units, which flat parameters need."""
     if request.model is None or not request.model.units:
         raise UsageError(
             by,
@@ -330,11 +326,7 @@ def _lay_out_rank_files(
 
 
 def _choose_grid(naming: rank_files.FileNames, request: Request, source: Manifest) -> MeshGrid:
-    """Return the requested mesh, else a single axis under its usual name or that of the source.
-
-    Raises:
-        UsageError: no reader of such files creates that mesh.
-    """
+    """Return the requested mesh, else a single axis under its usual name or that of the source."""
     if request.grid is None:
         own = find_only_axis(source.placements.values())
         names = naming.meshes[0] if naming.meshes else (own,) if own else None

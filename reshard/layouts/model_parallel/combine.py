@@ -39,9 +39,6 @@ def _make_empty_piece(rank: Manifest, other: Entry) -> Entry:
     """Return the entry of a rank whose part of the parameter is empty.
 
     Optimizers have no state for such parts, while the module's state dict lists them.
-
-    Raises:
-        IncompleteError: the rank lists no empty part of the parameter.
     """
     parts = (entry for entry in rank.entries.values() if entry.fqn == other.fqn and not entry.numel)
     part = next(parts, None)

@@ -183,11 +183,7 @@ def _fill(lines: Mapping[str, Any], traits: Traits) -> dict[str, Any]:
 
 
 def _refuse_other_items(traits: Traits, trait: str, known: set[str]) -> None:
-    """Refuse a trait that is a mapping with items that a family's arguments do not state.
-
-    Raises:
-        UnsupportedError: it has such items.
-    """
+    """Refuse a trait that is a mapping with items that a family's arguments do not state."""
     stated = {key: value for key, value in (traits.get(trait) or {}).items() if value is not None}
     stated.pop("type", None)  # an older name of rope_type
     if stated.keys() - known:
@@ -264,11 +260,7 @@ def _parse_user_families(path: Path) -> Iterator[Family]:
 
 
 def _parse_families(document: Mapping[str, Any], table: Table, source: str) -> Iterator[Family]:
-    """Yield the families of a table's file.
-
-    Raises:
-        UsageError: a family lacks a section, or has one that is unknown.
-    """
+    """Yield the families of a table's file."""
     for model, section in document.get("families", {}).items():
         if not {"when", "config"} <= section.keys() <= _SECTIONS.keys():
             raise UsageError(

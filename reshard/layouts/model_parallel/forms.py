@@ -228,11 +228,7 @@ def _make_delta_parts(rows: int, model: Architecture) -> FusedForm:
 
 
 def _get_delta_sizes(rows: int, model: Architecture) -> tuple[int, ...]:
-    """Return the sizes of a gated delta net (`Architecture.delta`).
-
-    Raises:
-        UsageError: its input projection does not have so many rows.
-    """
+    """Return the sizes of a gated delta net (`Architecture.delta`)."""
     keys, values, key, value = model.delta if len(model.delta) == 4 else (0, 0, 0, 0)
     if not keys or values % keys or rows != 2 * (keys * key + values * value + values):
         raise UsageError(

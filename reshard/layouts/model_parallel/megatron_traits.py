@@ -166,11 +166,7 @@ def make_args(traits: Traits) -> dict[str, Any]:
 
 
 def _refuse_what_megatron_lacks(traits: Traits, scaling: Mapping[str, Any], kind: Any) -> None:
-    """Refuse a model that Megatron-core cannot build.
-
-    Raises:
-        UnsupportedError: naming what Megatron-core lacks.
-    """
+    """Refuse a model that Megatron-core cannot build."""
     lacking = [
         *traits.odd,
         *(

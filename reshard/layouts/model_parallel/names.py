@@ -234,11 +234,7 @@ class _ToHf(_Renaming):
             yield _transpose(piece) if line.transposed else piece
 
     def _drop_padding(self, entry: Entry) -> Entry:
-        """Return a tensor of the vocabulary without its padding rows.
-
-        Raises:
-            UsageError: it has fewer rows than the model's vocabulary.
-        """
+        """Return a tensor of the vocabulary without its padding rows."""
         rows, entries = entry.shape[0], self.model.vocab
         if self._keep_padding or rows == entries:
             return entry

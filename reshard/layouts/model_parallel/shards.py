@@ -119,11 +119,7 @@ def list_blocks(
 
 
 def _check_rows(fqn: str, split: Split, extent: int) -> None:
-    """Compare the extent of a fused tensor with that of its parts.
-
-    Raises:
-        CorruptError: they differ.
-    """
+    """Compare the extent of a fused tensor with that of its parts."""
     if split.rows is not None and split.rows != extent:
         raise CorruptError(
             fqn,

@@ -135,9 +135,6 @@ def _refuse_stage(cut: ModelGrid, stage: int, precision: DType, *, weights_only:
     """Refuse stages that DeepSpeed does not have for a pipeline.
 
     Source: DeepSpeed 0.19.8 ``runtime/pipe/engine.py``.
-
-    Raises:
-        UsageError, UnsupportedError: naming a stage that can be written.
     """
     if not cut.layered or weights_only:
         return

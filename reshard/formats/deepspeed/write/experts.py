@@ -226,11 +226,7 @@ def _count_experts(state: WritableState) -> dict[str, int]:
 
 
 def _find_sizes(state: WritableState, counts: Mapping[str, int]) -> dict[str, int]:
-    """Return the number of ranks that share each layer, from the names of the param groups.
-
-    Raises:
-        UnsupportedError: a group holds experts and does not have the name that DeepSpeed gives it.
-    """
+    """Return the number of ranks that share each layer, from the names of the param groups."""
     sizes: dict[str, int] = {}
     for number, group in enumerate(state.groups):
         members = [parse_expert_name(fqn) for fqn in group.fqns]

@@ -432,11 +432,7 @@ def _make_optimizer(choice: Resolved, groups: Sequence[MegatronGroup]) -> chain.
 
 
 def _get_common_step(choice: Resolved, groups: Sequence[MegatronGroup]) -> Slot | None:
-    """Return the step that all parameters share, if the optimizer counts each parameter.
-
-    Raises:
-        UnsupportedError: parameters were updated different numbers of times.
-    """
+    """Return the step that all parameters share, if the optimizer counts each parameter."""
     members = choice.groups.members
     counted = [members[fqn] for g in groups if "step" not in g.hyper for fqn in g.fqns]
     step = find_common_count(counted, choice.state, "torch_dist has one number for all of them")

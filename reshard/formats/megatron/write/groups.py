@@ -161,11 +161,7 @@ def is_torch(state: WritableState) -> bool:
 def _group_by_shape(
     groups: Sequence[TrainedGroup], notes: list[str]
 ) -> list[tuple[dict[str, Any], list[str]]]:
-    """Return Megatron's two groups: decayed parameters; biases and others of one dim.
-
-    Raises:
-        UnsupportedError: parameters that Megatron puts into one group have different settings.
-    """
+    """Return Megatron's two groups: decayed parameters; biases and others of one dim."""
     members = [(member, group.hyper) for group in groups for member in group.members]
     decayed: tuple[dict[str, Any], list[str]] = ({"wd_mult": 1.0}, [])
     plain: tuple[dict[str, Any], list[str]] = ({"wd_mult": 0.0}, [])

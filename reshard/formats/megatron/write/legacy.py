@@ -84,9 +84,6 @@ class _LegacyRank:
         """Refuse modules that Megatron lacks: it numbers optimizer states in its own order.
 
         Such a module keeps the order that a run's own files have, if that fits the known order.
-
-        Raises:
-            UnsupportedError: the position of a parameter is not known.
         """
         manifest = self._choice.state.manifest
         unknown = manifest.train.opaque.get(order.MISPLACED)

@@ -191,11 +191,7 @@ def rebuild_random(states: RankStates, path: str) -> dict[RankKey, Any]:
 
 
 def _list_states(path: str, value: Any) -> list[dict[str, Any]]:
-    """Return the state of each data-parallel rank, or the one that all share.
-
-    Raises:
-        UnsupportedError: the value is not a list of states.
-    """
+    """Return the state of each data-parallel rank, or the one that all share."""
     if isinstance(value, list) and all(isinstance(one, dict) for one in value):
         return value
     raise UnsupportedError(
