@@ -101,11 +101,7 @@ class FileDigests:
 def hash_files(
     files: Mapping[str, SourceFile], *, workers: int, progress: Callable[[int], None]
 ) -> list[FileDigests]:
-    """Read all files of a checkpoint, and return the digests of their blocks.
-
-    Raises:
-        ReshardError: a file cannot be read.
-    """
+    """Read all files of a checkpoint, and return the digests of their blocks."""
     paths = [path for path, file in files.items() if file.lasting]
     found: dict[str, dict[str, dict[int, str]]] = {
         path: {name: {} for name in list_algorithms()} for path in paths

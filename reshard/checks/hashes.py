@@ -101,11 +101,7 @@ def choose_digests(manifest: Manifest) -> dict[Key, tuple[Digest, ...]]:
 def choose_digests_to_compare(
     manifest: Manifest, contents: Contents
 ) -> dict[Key, tuple[Digest, ...]]:
-    """Return the digests of each tensor that are compared with a manifest.
-
-    Raises:
-        UsageError: see `Content.choose_digest`.
-    """
+    """Return the digests of each tensor that are compared with a manifest."""
     chosen: dict[Key, tuple[Digest, ...]] = {}
     for _, content, entry in _match(manifest, contents):
         dtype = _choose_common_dtype(entry, content)

@@ -34,9 +34,6 @@ def is_written(
         save_id: see `Job`.
         directory: what the names of the planned files are relative to.
         on_overflow: see `OnDemandFiles`.
-
-    Raises:
-        DifferentError: as `OnDemandFiles.read_into`.
     """
     skeleton, stamp = plan.target, save_id.encode()
     is_stamped = bool(stamp) and any(

@@ -182,11 +182,7 @@ class ComputedBlocks:
         self._threads.shutdown(cancel_futures=True)
 
     def read(self, name: str, byte_offset: int, nbytes: int) -> bytes:
-        """Return a range of a file; shorter at its end.
-
-        Raises:
-            ReshardError: as `OnDemandFiles.read` and `OnDemandFiles.check`.
-        """
+        """Return a range of a file; shorter at its end."""
         stop = min(byte_offset + nbytes, self._files.nbytes(name))
         pieces = []
         while byte_offset < stop:

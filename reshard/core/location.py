@@ -108,7 +108,6 @@ class Location:
 
         Raises:
             CorruptError: two directories have files of one name with different contents.
-            ReshardError: a directory cannot be listed.
         """
         by_name: dict[str, Path] = {}
         for directory, entry in self._scan():
@@ -121,11 +120,7 @@ class Location:
 
     @cached_property
     def folders(self) -> dict[str, Location]:
-        """Every subdirectory by name, in order of names.
-
-        Raises:
-            ReshardError: a directory cannot be listed.
-        """
+        """Every subdirectory by name, in order of names."""
         by_name: dict[str, list[Path]] = {}
         for directory, entry in self._scan():
             if entry.is_dir():
@@ -134,11 +129,7 @@ class Location:
 
     @cached_property
     def broken_links(self) -> dict[str, Path]:
-        """The symlinks whose targets do not exist, by name.
-
-        Raises:
-            ReshardError: a directory cannot be listed.
-        """
+        """The symlinks whose targets do not exist, by name."""
         links = [directory / entry.name for directory, entry in self._scan() if entry.is_symlink()]
         return {link.name: link for link in links if not link.exists()}
 
@@ -153,19 +144,11 @@ class Location:
                     raise ReshardError(directory, "cannot be read", REQUEST_PERMISSION) from error
 
     def refuse_unreadable(self) -> None:
-        """Refuse a location whose directories cannot be listed, also if it is an inner one.
-
-        Raises:
-            ReshardError: a directory cannot be listed.
-        """
+        """Refuse a location whose directories cannot be listed, also if it is an inner one."""
         Location(self.directories).has_file(bool)
 
     def has_file(self, matches: Callable[[str], bool]) -> bool:
-        """Return whether a file has such a name; a folder of many such files is not listed whole.
-
-        Raises:
-            ReshardError: a directory cannot be listed.
-        """
+        """Return whether a file has such a name; not every file of a large folder is listed."""
         return any(matches(entry.name) and entry.is_file() for _, entry in self._scan())
 
     def find_first(self, names: Iterable[str]) -> Path | None:

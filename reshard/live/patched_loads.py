@@ -28,11 +28,7 @@ Load = Callable[[OnDemandFiles, str, Any], Any]
 
 
 def load_checked(files: OnDemandFiles, name: str, map_location: Any = None) -> Any:
-    """Return the object in a file of ``torch.save``, after a check of what was read.
-
-    Raises:
-        ReshardError: as `load_safely` and `OnDemandFiles.check`.
-    """
+    """Return the object in a file of ``torch.save``, after a check of what was read."""
     loaded = load_safely(files.open(name, checks=False), name, map_location)
     files.check()
     return loaded

@@ -41,9 +41,6 @@ def load_unread(file: IO[bytes], name: str) -> Any:
 
     Args:
         name: the file, for messages.
-
-    Raises:
-        UnsafeError: as `load_safely`.
     """
     # torch leaves the records of a file unread in this mode, and notes where they are.
     with FakeTensorMode():

@@ -53,9 +53,6 @@ class ModelHint:
         Args:
             units: prefixes of the flat parameters in the checkpoint. They show whether FSDP had a
                 ``MixedPrecision``: it makes every batch norm a unit of its own.
-
-        Raises:
-            UsageError, UnsupportedError: see `describe`.
         """
         if self.known is not None:
             return self.known
@@ -108,10 +105,6 @@ def describe_config(config: Mapping[str, Any], source: str) -> ModelShapes:
 def shapes_of(
     root: nn.Module, wrap: str | None = None, *, mixed_precision: bool = False
 ) -> ModelShapes:
-    """Return the names, shapes and units of an existing module, without reading its values.
-
-    Raises:
-        UsageError, UnsupportedError: see `describe`.
-    """
+    """Return the names, shapes and units of an existing module, without reading its values."""
     policy = None if wrap is None else wrapping.parse(wrap)
     return describe_module(root, "model", policy, mixed_precision=mixed_precision)

@@ -16,9 +16,6 @@ def restore_memory_form(manifest: Manifest, model: ModelShapes) -> Manifest:
     """Return a training state in the model's form in memory, if it is in the published form.
 
     Weights of another model stay as they are.
-
-    Raises:
-        ReshardError: see `FormConversion.apply`.
     """
     published = model.find_published()
     if published is None or not published.fits(manifest):

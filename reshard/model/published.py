@@ -132,7 +132,6 @@ class Published:
 
         Raises:
             UnsupportedError: the state has layers that the model does not have in memory.
-            ReshardError: see `FormConversion.apply`.
         """
         stored = dict.fromkeys(entry.fqn for entry in manifest.entries.values())
         beside = self._list_mtp(_list_weights(manifest))

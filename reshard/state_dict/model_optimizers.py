@@ -39,9 +39,6 @@ def select_optimizers(
         units: the model's flat parameters, including those that were already resolved.
         by_trainer: whether HF Trainer saved the checkpoint.
         ignored: the parameters beside flat ones that FSDP did not shard.
-
-    Raises:
-        ReshardError: as `optimizer_state.read`.
     """
     read: dict[sections.Path, ParsedOptimizer] = {}
     known = KnownParameters({}, units, parsed.world, ordered=parsed.ordered, ignored=ignored)

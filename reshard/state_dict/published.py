@@ -24,9 +24,6 @@ def restore_memory_form(state: Mapping[str, Any], model: ModelShapes) -> dict[st
     """Return a model's state dict in the form in memory, if it is in the published form.
 
     A state dict of another model stays as it is; so does one with tensors of unknown shape.
-
-    Raises:
-        ReshardError: see `FormConversion.apply`.
     """
     published = model.find_published()
     tensors = {fqn: as_global(leaf) for fqn, leaf in state.items()}

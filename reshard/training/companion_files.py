@@ -58,7 +58,6 @@ def find_companions(hf_dir: Path | None, near: Sequence[Path]) -> Companions:
     Raises:
         UsageError: ``hf_dir`` was given and has no config.json.
         CorruptError: config.json is not JSON.
-        ReshardError: the directory cannot be read.
     """
     inner = (path / folder for folder in CONFIG_FOLDERS for path in near)
     candidates = [hf_dir] if hf_dir else [*near, *inner]
@@ -83,11 +82,7 @@ def is_of_diffusers(config: Mapping[str, Any] | None) -> bool:
 
 
 def list_model_files(directory: Path, config: Mapping[str, Any]) -> tuple[Path, ...]:
-    """Return the files of a directory that belong to a model, except its config.
-
-    Raises:
-        ReshardError: the directory cannot be read.
-    """
+    """Return the files of a directory that belong to a model, except its config."""
     files = Location([directory]).files
     return tuple(path for name, path in files.items() if _is_model_file(name, config))
 
@@ -247,7 +242,6 @@ def describe_beside(manifest: Manifest, wrap: str | None = None) -> ModelShapes 
 
     Raises:
         CorruptError: the file is not JSON.
-        UsageError, UnsupportedError: as `ModelHint.shapes`.
     """
     from reshard.model import ModelHint  # a merge does not need it
 

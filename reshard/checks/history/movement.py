@@ -119,9 +119,6 @@ def measure(
     Args:
         tags: the checkpoints, oldest first; each has the weights, all with one shape.
         every_element: read everything, not a sample.
-
-    Raises:
-        ReshardError: a file cannot be read.
     """
     found: dict[str, Movement] = {}
     with SourceFiles() as pool:

@@ -85,7 +85,6 @@ def check_identity(manifest: Manifest, trust: Trust = "sampled") -> Identity:
     Raises:
         CorruptError: two files make claims that cannot both be true, or hold different values for
             the same weight.
-        ReshardError: a file cannot be read.
     """
     if trust == "none":
         return Identity(trust)

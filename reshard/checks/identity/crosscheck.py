@@ -78,9 +78,6 @@ def compare_masters(manifest: Manifest, *, every_element: bool) -> Compared:
 
     Returns:
         The number of elements that were compared, and the files whose values disagree.
-
-    Raises:
-        ReshardError: a file cannot be read.
     """
     result = Compared()
     mismatches: Counter[tuple[str, str]] = Counter()  # (file of masters, file of weights)

@@ -529,7 +529,6 @@ class Computed:
 
         Raises:
             CorruptError: a value is infinite or not a number.
-            ReshardError: a file cannot be read.
         """
         find_reader(pool).read_tiles(self, byte_offset, target)
 

@@ -28,11 +28,7 @@ class ColossalAI(Writer):
     weights_alone = True
 
     def lay_out(self, state: WritableState, request: Request) -> LaidOut:
-        """Lay out the directories of weights and optimizer.
-
-        Raises:
-            ReshardError: as `colossalai.writer.lay_out`.
-        """
+        """Lay out the directories of weights and optimizer."""
         from reshard.containers.skeletons import LaidOut
         from reshard.formats.colossalai import writer
 

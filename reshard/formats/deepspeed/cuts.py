@@ -153,11 +153,7 @@ class Cuts:
                     )
 
     def find_fused(self, fqn: str) -> Mapping[str, Any] | None:
-        """Return how the checkpoint describes a parameter that fuses several; None if it does not.
-
-        Raises:
-            CorruptError, UnsafeError: as `find_split`.
-        """
+        """Return how the checkpoint describes a parameter that fuses several, if it does."""
         for fused in self._info.get(_SUB) or ():
             if any(_matches(text, fqn) for text in fused["patterns"]):
                 return dict(fused)
@@ -168,9 +164,6 @@ class Cuts:
 
         A tied embedding is a whole module on the last stage as well. The output layer uses only its
         vocabulary; the rest keeps its initial values there.
-
-        Raises:
-            CorruptError, UnsafeError: as `find_split`.
         """
         known = self._find_in_tables(fqn)
         if not (self._is_listed(_STAGES, fqn) or (fqn.startswith(TIED) and known)):

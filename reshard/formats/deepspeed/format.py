@@ -207,7 +207,6 @@ class Native(_DeepSpeedWriter):
 
         Raises:
             IncompleteError: nothing states the order of the model's parameters.
-            ReshardError: as `deepspeed.write.lay_out`.
         """
         from reshard.formats.deepspeed import write
 
@@ -284,7 +283,6 @@ class Universal(_DeepSpeedWriter):
 
         Raises:
             UsageError: the optimizer is to be left out.
-            ReshardError: as `deepspeed.write.lay_out_universal`.
         """
         from reshard.formats.deepspeed import write
 

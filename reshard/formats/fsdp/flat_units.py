@@ -89,11 +89,7 @@ def iterate_run(entries: Sequence[tuple[int, Entry]], start: int, stop: int) -> 
 
 
 def exclude_ignored(state: WritableState, model: ModelShapes) -> ModelShapes:
-    """Return the model with units that lack the parameters which the source's run did not shard.
-
-    Raises:
-        IncompleteError, UsageError: as `build_flats`.
-    """
+    """Return the model with units that lack the parameters which the source's run did not shard."""
     weights = {weight.fqn: weight for weight in state.weights}
     is_divided = build_is_divided(state, model)
     units = []
@@ -105,11 +101,7 @@ def exclude_ignored(state: WritableState, model: ModelShapes) -> ModelShapes:
 
 
 def find_ignored(state: WritableState, model: ModelShapes) -> dict[str, Weight]:
-    """Return the weights of the parameters that are in no unit of a model, in its order.
-
-    Raises:
-        IncompleteError, UsageError: as `build_flats`.
-    """
+    """Return the weights of the parameters that are in no unit of a model, in its order."""
     weights = {weight.fqn: weight for weight in state.weights}
     members = {fqn for unit in model.units for fqn in unit.members}
     alone = (fqn for fqn in model.parameters if fqn not in members)

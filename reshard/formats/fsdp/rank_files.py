@@ -161,7 +161,6 @@ def find_tensor_cuts(
 
     Raises:
         UsageError: there is no plan.
-        UsageError, UnsupportedError: as `tensor_parallel.find_cuts`.
     """
     if "tensor" not in grid.roles:
         return {}

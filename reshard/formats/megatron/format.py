@@ -235,11 +235,7 @@ class Megatron(Writer):
         return entries
 
     def lay_out(self, state: WritableState, request: Request) -> LaidOut:
-        """Lay out the directory.
-
-        Raises:
-            ReshardError: as `megatron.write.lay_out`.
-        """
+        """Lay out the directory."""
         from reshard.formats.megatron import write
 
         if request.described is None:

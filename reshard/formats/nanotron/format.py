@@ -52,11 +52,7 @@ class Nanotron(Writer):
         return given if given is not None else min(source or 0, 1)
 
     def rename(self, conversion: StateConversion, names: NameOptions) -> Naming:
-        """Return the state under nanotron's names; those of another source's model are derived.
-
-        Raises:
-            ReshardError: as `begin.rename`.
-        """
+        """Return the state under nanotron's names; those of another source's model are derived."""
         from reshard.formats.nanotron import begin
 
         if conversion.manifest.origin.format == NAME:
@@ -72,7 +68,6 @@ class Nanotron(Writer):
 
         Raises:
             UsageError: nanotron has no such ZeRO stage.
-            ReshardError: as `nanotron.writer.lay_out`.
         """
         from reshard.containers.skeletons import LaidOut
         from reshard.formats.nanotron import begin, writer

@@ -41,11 +41,7 @@ class _TorchWriter(Writer):
     """A writer whose files `layouts` lays out; it is imported when the first one is written."""
 
     def lay_out(self, state: WritableState, request: Request) -> LaidOut:
-        """Lay out the files.
-
-        Raises:
-            ReshardError: as `layouts.lay_out`.
-        """
+        """Lay out the files."""
         from reshard.formats.pytorch import layouts
 
         return layouts.lay_out(self.name, state, request)
@@ -113,11 +109,7 @@ class Dcp(_TorchWriter):
         return True
 
     def adapt(self, conversion: StateConversion) -> StateConversion:
-        """Return the conversion with the keys of a DCP source, if the output can have them.
-
-        Raises:
-            ReshardError: as `saved_keys.find`.
-        """
+        """Return the conversion with the keys of a DCP source, if the output can have them."""
         from reshard.formats.dcp import saved_keys
 
         saved = saved_keys.find(conversion)

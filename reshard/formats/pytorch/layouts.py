@@ -70,9 +70,6 @@ def lay_out_dcp(state: WritableState, request: Request) -> LaidOut:
 
     Without ``--to``, a DCP source keeps its keys, so that the program that saved it loads the
     output. Otherwise the directory has ``model`` and ``optim``.
-
-    Raises:
-        ReshardError: as `dcp.writer.lay_out`.
     """
     if request.own is not None:
         return saved_keys.lay_out(state, request.own, request)
@@ -94,7 +91,6 @@ def lay_out_accelerate(state: WritableState, request: Request) -> LaidOut:
 
     Raises:
         UsageError: a form that Accelerate does not load.
-        ReshardError: as the layout of that form.
     """
     if request.separate_masters:
         request = replace(request, tag=request.tag or accelerate.TAG, program="accelerate")
@@ -109,7 +105,6 @@ def lay_out_fsdp(state: WritableState, request: Request) -> LaidOut:
 
     Raises:
         UsageError: a form that FSDP does not load, or flat parameters of an unknown model.
-        ReshardError: as the layout of that form.
     """
     is_local = request.state_dict_type == "local"
     lay_out = _lay_out_local if is_local else _lay_out_for_accelerate
@@ -119,11 +114,7 @@ def lay_out_fsdp(state: WritableState, request: Request) -> LaidOut:
 
 
 def lay_out_fsdp2(state: WritableState, request: Request) -> LaidOut:
-    """Lay out a file of DTensors per rank; the optimizer keeps the keys of such a source.
-
-    Raises:
-        ReshardError: as `fsdp.rank_files.fsdp2`.
-    """
+    """Lay out a file of DTensors per rank; the optimizer keeps the keys of such a source."""
     source, naming = state.manifest, rank_files.PAIR
     if source.origin.format == "fsdp" and source.keyed == "fqn":
         naming = replace(naming, keyed="fqn")
@@ -137,7 +128,6 @@ def lay_out_verl(state: WritableState, request: Request) -> LaidOut:
 
     Raises:
         UsageError: version 1 of an unknown model, or a mesh that verl does not make.
-        ReshardError: as the layout of that version.
     """
     if request.fsdp_version == 1:
         model = _require_units(request, "--fsdp-version 1")
@@ -154,7 +144,6 @@ def lay_out_hf_trainer(state: WritableState, request: Request) -> LaidOut:
 
     Raises:
         UsageError: a form that the Trainer does not resume from.
-        ReshardError: as the layout of that form.
     """
     deepspeed, adapted = request.separate_masters, list[str]()
     if not deepspeed and not request.weights_only:
@@ -173,7 +162,6 @@ def lay_out_trainer(state: WritableState, request: Request) -> LaidOut:
 
     Raises:
         UsageError: the source is not a run of the trainer, or the trainer does not save this form.
-        ReshardError: as the layout of that form.
     """
     run = request.run
     if run is None:
@@ -196,11 +184,7 @@ def lay_out_trainer(state: WritableState, request: Request) -> LaidOut:
 
 
 def lay_out_torch(state: WritableState, request: Request) -> LaidOut:
-    """Lay out one file as a script without sharding saves it, with torch.optim's own state.
-
-    Raises:
-        ReshardError: as `torch_state_dict.build_optimizer`.
-    """
+    """Lay out one file as a script without sharding saves it, with torch.optim's own state."""
     weights = torch_state_dict.build_weights(state, dtype=request.dtype)
     root: dict[str, Any] = {"model": OrderedDict(weights)}
     if not request.weights_only:

@@ -43,11 +43,7 @@ class Shifted:
         return inner.computation.tile_nbytes if isinstance(inner, Derived) else self.dtype.itemsize
 
     def read_into(self, pool: Reader, byte_offset: int, target: memoryview) -> None:
-        """Fill ``target`` with the values from a byte offset on.
-
-        Raises:
-            ReshardError: the file cannot be read.
-        """
+        """Fill ``target`` with the values from a byte offset on."""
         import torch
 
         pool.read_into(self.file, byte_offset, target)

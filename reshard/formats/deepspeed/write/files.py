@@ -42,9 +42,6 @@ def lay_out_experts(
     Returns:
         The spec of the whole model; the model states with every expert's file; the optimizer
         states.
-
-    Raises:
-        ReshardError: as `deepspeed.write.lay_out`.
     """
     refuse_stage(mixture, stage, weights_only=weights_only)
     stage = 0 if weights_only else stage

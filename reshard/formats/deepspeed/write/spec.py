@@ -167,9 +167,6 @@ def resolve_spec(  # noqa: PLR0913 - a keyword an option
         trained: the precision of the run, if the state is a part of it; None: that of the state.
         config: configuration of the engine that loads the files; None: that of the source.
         tag: the directory's name; None: ``global_step`` and the step.
-
-    Raises:
-        IncompleteError, UnsupportedError, UsageError: as `lay_out`.
     """
     _check_options(world_size, stage, precision)
     if weights_only:

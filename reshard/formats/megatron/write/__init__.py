@@ -30,11 +30,7 @@ __all__ = ["MegatronOptions", "lay_out"]
 
 
 def lay_out(state: WritableState, wanted: MegatronOptions, described: Described) -> LaidOut:
-    """Return the layout of the run directory.
-
-    Raises:
-        IncompleteError, UnsupportedError, UsageError: as `choice.resolve`.
-    """
+    """Return the layout of the run directory."""
     from reshard.formats.megatron.write import dist, legacy
 
     choice = resolve(state, wanted, described)
