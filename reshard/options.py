@@ -90,8 +90,6 @@ def repeat_option(kind: type[Any], name: str, **changed: Any) -> Any:
     """Declare an option of another dataclass again, where a part of its declaration differs.
 
     Args:
-        kind: the dataclass that declares the option.
-        name: the field.
         changed: what differs, as in `Declaration`.
     """
     declaring = next(each for each in fields(kind) if each.name == name)

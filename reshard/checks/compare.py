@@ -87,8 +87,6 @@ def find_differences(
 
     Args:
         pairs: two tensors of equal shape, and the dtype to compare them in.
-        tolerance: how far elements may be apart.
-        workers: the number of threads.
         window_bytes: the size of a block of one side.
         progress: called with the number of bytes read from both sides.
 
@@ -144,8 +142,6 @@ def compare_blocks(
 
     Args:
         left, right: contiguous elements of ``dtype``.
-        dtype: the dtype of both sides.
-        tolerance: how far elements may be apart.
         start: the flat index of the first element.
     """
     import numpy as np

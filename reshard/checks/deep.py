@@ -52,7 +52,6 @@ def plan_tasks(
     """Return a task for every tensor, with the counterparts that must be equal to it.
 
     Args:
-        manifest: the checkpoint.
         config: the transformers config beside the checkpoint, which may declare tied weights.
         shapes: the model given by ``--model``.
         digests: the digests to compute of tensors, by key.

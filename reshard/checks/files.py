@@ -163,7 +163,6 @@ def find_other_blocks(
 
     Args:
         path: the file, of the listed size.
-        blocks: the numbers of the blocks to read.
 
     Raises:
         ReshardError: the file cannot be read, or no digest can be computed.

@@ -128,9 +128,6 @@ def scan(
     """Read every tensor, then the other bytes that stored checksums cover.
 
     Args:
-        tasks: the tensors to read.
-        files: the source files by path.
-        workers: the number of threads.
         window_bytes: half of the memory that a worker may use.
         progress: called with the number of bytes read.
     """

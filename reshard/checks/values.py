@@ -62,7 +62,6 @@ def examine(block: bytearray, dtype: DType, start: int, *, signs: bool) -> Eleme
 
     Args:
         block: contiguous elements of ``dtype``.
-        dtype: the dtype of the block.
         start: the flat index of the first element.
         signs: whether to count negative elements.
     """

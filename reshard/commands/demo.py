@@ -39,7 +39,6 @@ def demo(keep: Path | None, print_line: Print) -> bool:
 
     Args:
         keep: a new directory for all files; None: they are deleted.
-        print_line: prints a line.
 
     Returns:
         Whether training continued identically: bitwise on 2 ranks, within noise under FSDP 2.

@@ -30,7 +30,6 @@ def is_written(
     compared.
 
     Args:
-        sources: the source files by path.
         save_id: see `Job`.
         directory: what the names of the planned files are relative to.
         on_overflow: see `OnDemandFiles`.

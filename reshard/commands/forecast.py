@@ -74,9 +74,7 @@ def forecast(
     is gone at the end of this call. Object stores are read, but not written.
 
     Args:
-        files: the source.
         buffer_bytes: the memory that all workers need together.
-        verify: whether the output is read back.
     """
     read_rate = _probe_source(list(files), workers)
     directory = None if is_remote(str(destination)) else _find_existing(destination)

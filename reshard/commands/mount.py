@@ -47,7 +47,6 @@ def mount(
     Args:
         source: a path as for `reshard.open`.
         directory: an empty directory.
-        print_line: called with each line for the user.
 
     Raises:
         ReshardError: the source cannot be read, trusted or laid out, or nothing can be mounted at

@@ -57,7 +57,6 @@ def serve(
 
     Args:
         source: a path as for `reshard.open`.
-        print_line: called with each line for the user.
 
     Raises:
         ReshardError: the source cannot be read, trusted or laid out; or the address is in use.

@@ -273,7 +273,6 @@ def _replace_storages(
     """Return a copy of a value that is or holds a tensor, in which tensors use other storages.
 
     Args:
-        value: the value.
         own: the id of each storage -> the other storage.
         holders: what `_TensorFinder` found.
         made: the copies before: a value that is in two places has one copy.

@@ -69,7 +69,6 @@ def read(root: Any, where: object = "this file") -> Stamp | None:
     Args:
         root: the root object of the file, of any type; or the ``__metadata__`` of a safetensors
             header, where the stamp is a JSON text.
-        where: the file, for the error message.
 
     Raises:
         CorruptError: the file has a stamp that is malformed. Keys that a later version may add

@@ -150,12 +150,7 @@ class Writer(ABC):
         """
 
     def choose_stage(self, given: int | None, source: int | None) -> int:
-        """Return the ZeRO stage to write.
-
-        Args:
-            given: the user's choice, if any.
-            source: the source's stage, if it has one.
-        """
+        """Return the ZeRO stage to write."""
         return next((stage for stage in (given, source) if stage is not None), 2)
 
     def choose_state_dict_type(self, _source: Manifest, _run: TrainerRun | None) -> StateDictType:

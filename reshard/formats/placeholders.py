@@ -43,9 +43,6 @@ def warn(manifest: Manifest, *, is_filled: bool) -> Manifest:
 def refuse(manifest: Manifest, written: Iterable[Entry]) -> None:
     """Refuse to write a model whose weights are placeholders.
 
-    Args:
-        written: the tensors to write.
-
     Raises:
         IncompleteError: some of them are placeholders; the message names them.
     """

@@ -28,11 +28,8 @@ def open_directory(
     Every rank must enter the block. The report is in the log of rank 0.
 
     Args:
-        source: the checkpoint: a path as for `reshard.open`.
         decided: the options of `split` that the running program decides.
         given: the options of `split` that the user passed.
-        target: the program that loads the files.
-        workers: see `open_live_files`.
 
     Raises:
         ReshardError: on every rank, if the source cannot be read, trusted or written so.

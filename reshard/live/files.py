@@ -75,7 +75,6 @@ def open_live_files(
     Args:
         source: the checkpoint, of any format.
         options: those of `split`.
-        target: the program that loads the files.
         workers: threads of one long read; by default the cores of the node, divided by its ranks.
 
     Raises:

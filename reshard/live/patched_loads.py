@@ -41,7 +41,6 @@ def patch_loads(files: OnDemandFiles, folder: Path, load: Load = load_checked) -
     Each load checks what it has read: the stored checksums of the source, and overflows of casts.
 
     Args:
-        files: the content.
         folder: the directory with their names.
         load: what ``torch.load`` does with a file.
     """

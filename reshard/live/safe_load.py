@@ -16,10 +16,6 @@ from reshard.errors import UnsafeError
 def load_safely(file: IO[bytes], name: str, map_location: Any = None) -> Any:
     """Return the object in a file.
 
-    Args:
-        name: the file, for messages.
-        map_location: as for ``torch.load``.
-
     Raises:
         UnsafeError: the file names a class that is not known to be safe.
     """

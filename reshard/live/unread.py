@@ -37,11 +37,7 @@ class UnreadTensor:
 
 
 def load_unread(file: IO[bytes], name: str) -> Any:
-    """Return the object in a file, with an `UnreadTensor` for each tensor; scalars are read.
-
-    Args:
-        name: the file, for messages.
-    """
+    """Return the object in a file, with an `UnreadTensor` for each tensor; scalars are read."""
     # torch leaves the records of a file unread in this mode, and notes where they are.
     with FakeTensorMode():
         loaded = load_safely(file, name)

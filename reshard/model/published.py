@@ -166,7 +166,6 @@ def trace_published(root: nn.Module, source: str) -> Published | None:
 
     Args:
         root: the model, on the meta device.
-        source: the model, for messages.
 
     Raises:
         UnsupportedError: its conversion is not a movement of whole elements.

@@ -86,7 +86,6 @@ def build_manifest(
     Args:
         origin: where the tree comes from; its mesh and precision are filled in here.
         key: the name of the state dict that is the model; None to find it.
-        model_hint: what the user states about the model.
         nearby: the config beside the checkpoint, which is used only where the files are ambiguous.
 
     Raises:

@@ -154,9 +154,6 @@ class JoinedTree:
 def join_trees(trees: Sequence[Any], names: Sequence[str]) -> JoinedTree:
     """Join the trees that the ranks saved, in rank order.
 
-    Args:
-        names: the file of each tree, for messages.
-
     Raises:
         CorruptError: ranks disagree on a tensor's shape, dtype or kind.
         StaleError: ranks divided a tensor in different ways.

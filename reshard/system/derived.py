@@ -63,7 +63,6 @@ class Rounding(Protocol):
         """Fill ``target`` with the values from an offset on, rounded to nearest even.
 
         Args:
-            pool: reads the files.
             byte_offset: the offset of the first of them in float32.
             target: two bytes for each value.
 

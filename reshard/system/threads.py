@@ -158,7 +158,6 @@ def parallel_for(
         items: consumed one at a time, under a lock; none of them is None.
         make: called once in each thread; returns the function that processes its items, so that
             each thread can have buffers of its own.
-        workers: the number of threads.
         done: called after each item, under the same lock.
     """
     if workers == 1:

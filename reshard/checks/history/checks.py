@@ -263,7 +263,6 @@ def _check_both_moved(
     """Return the check that weights and their optimizer state changed together.
 
     Args:
-        name: the name of the check.
         is_stale: returns whether only one of the two changed.
         what: the predicate of the finding, whose subject are weights.
     """

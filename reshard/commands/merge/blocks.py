@@ -44,7 +44,6 @@ def quantise(values: Entry, pair: QuantisedPair, kept: KeptScales) -> tuple[Entr
     """Return codes and scales of a weight, which are computed when they are read.
 
     Args:
-        values: the weight.
         pair: the codes and scales of a release, for a weight of this shape.
         kept: scales of all weights that were computed early.
     """
@@ -306,7 +305,6 @@ class Matrix:
         column of each block is compared before the others.
 
         Args:
-            reader: reads the release.
             values: whole rows of blocks.
             first: the first stored row of the band, if codes are not transposed.
             box: the part of the weight that the values are.
@@ -416,11 +414,8 @@ class Matrix:
         """Return for each block of some stored rows whether it has the values of float8 codes.
 
         Args:
-            reader: reads the scales.
             values: the values; `high` rows of each row of blocks.
-            codes: the codes of these values.
             rows: the stored rows of all the blocks.
-            high: see above.
         """
         from reshard.quantised import decode, encode
 
@@ -469,7 +464,6 @@ def _cut(rows: int, high: int, most: int) -> Iterator[tuple[int, int]]:
     A row of blocks with fewer rows than the others is a band of its own.
 
     Args:
-        rows: the number of rows.
         high: the rows of a block.
         most: the number of rows that a band should not exceed.
     """

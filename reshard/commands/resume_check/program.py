@@ -36,9 +36,6 @@ class Program:
     ) -> list[str]:
         """Return the command that resumes from one checkpoint and writes ``folder/log.jsonl``.
 
-        Args:
-            zero_stage: the stage of a layout of DeepSpeed.
-
         Raises:
             UsageError: a placeholder has no value.
         """

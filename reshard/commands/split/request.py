@@ -45,9 +45,6 @@ def resolve_request(
 ) -> Request:
     """Return the options of the output, complete except for what its writer decides.
 
-    Args:
-        shapes: the model, if it is known.
-
     Raises:
         UsageError: an option has no effect on the layout, or a value that it cannot have.
     """

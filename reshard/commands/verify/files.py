@@ -42,7 +42,6 @@ def check_file(
         against: a manifest that ``verify --write-manifest`` wrote for this checkpoint.
         ranges: the bytes that are loaded, as pairs of start and stop; None for the whole file.
             The blocks of 8 MiB that contain them are read.
-        workers: the number of threads.
 
     Raises:
         CorruptError: the bytes differ from those of the manifest.

@@ -178,11 +178,7 @@ def locate(location: Location, tag: str | None = None) -> Location:
 
 
 def _read_pointer(pointer: Path, tags: list[str]) -> str:
-    """Read the tag that a pointer file names.
-
-    Args:
-        tags: the tags beside it.
-    """
+    """Read the tag that a pointer file names."""
     chosen = read_small_file(pointer, MAX_POINTER).decode(errors="replace").strip()
     if chosen and "/" not in chosen and chosen not in (".", ".."):
         return chosen

@@ -37,9 +37,6 @@ _NO_BUFFERS = (
 def read(files: TagFiles, first: ModelStates) -> Manifest:
     """Describe the training state that all expert-parallel ranks hold together.
 
-    Args:
-        first: the first rank's model states.
-
     Raises:
         IncompleteError: an expert's or a rank's file is missing.
         CorruptError: the files contradict each other.

@@ -54,7 +54,6 @@ def _read_state(location: Location, rules: Path | None, find_divisions: FindDivi
 
     Args:
         rules: a user's table of how tensor-parallel ranks share parameters; see `cuts.Cuts`.
-        find_divisions: see `native.read`.
     """
     if "zero" in location.folders:
         from reshard.formats.deepspeed import universal

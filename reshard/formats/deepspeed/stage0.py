@@ -72,7 +72,6 @@ def read(
 
     Args:
         tied: alias -> the name that is kept.
-        find_divisions: see `native.read`.
 
     Raises:
         CorruptError: a flat tensor is not as long as its parameters.

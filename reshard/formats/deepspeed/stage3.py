@@ -55,11 +55,7 @@ def _read_part(
     sub_groups: int,
     swapped: Swapped,
 ) -> Iterator[Entry]:
-    """Yield the masters and slots of the members of a sub-group that these ranks share.
-
-    Args:
-        sub_groups: number of sub-groups.
-    """
+    """Yield the masters and slots of the members of a sub-group that these ranks share."""
     masters = [_get_masters(rank, sub_groups)[index] for rank in ranks]
     states = [rank.get_group_state(index) for rank in ranks]
     slots = [select_flat_slots(state) for state in states]

@@ -420,8 +420,6 @@ def open_optimizer(path: Path, rank: int, cache: PickleCache | None = None) -> O
     """Open one optimizer states file.
 
     Args:
-        path: the file.
-        rank: the rank that wrote it.
         cache: pickles of the ranks' optimizer states before, which at stage 3 are mostly equal.
 
     Raises:

@@ -59,8 +59,6 @@ def sample_block(
     """Return elements of a rank's piece of a parameter.
 
     Args:
-        shape: shape of the piece.
-        chunks: the stored blocks of the whole parameter.
         block, piece: a block of the whole parameter, and where the rank's piece has it.
     """
     found: list[Element] = []

@@ -131,7 +131,6 @@ def read(
     Args:
         value: what is saved under ``optimizer``: a state, or several in a list or by number.
         params: the rank's parameters in the order of ``named_parameters``, chunk after chunk.
-        path: path of the file, for messages.
         sample: returns some elements of a parameter, by which frozen ones are told from others.
 
     Raises:
@@ -451,9 +450,7 @@ def read_flat(
     """Read the slots in the flat buffers of ``distrib_optim.pt``.
 
     Args:
-        value: the file's contents.
         count: number of the rank's optimizers.
-        stage: the rank's pipeline stage.
         sample: returns some elements of a parameter.
 
     Raises:

@@ -96,7 +96,6 @@ class Rule:
             gated: whether the model has gated linear units.
             te: whether its layers are Transformer Engine's.
             args: the arguments of the run, of which segments are made.
-            source: the file that states them, for messages.
 
         Raises:
             UsageError: the arguments do not state the rows of a segment.

@@ -41,8 +41,6 @@ def attempt(url: str, request: Callable[[], T], what: str = "cannot be reached")
     """Make a request, and repeat it where another attempt may succeed.
 
     Args:
-        url: the object, for error messages.
-        request: makes the request once.
         what: the problem to report if it fails.
 
     Raises:

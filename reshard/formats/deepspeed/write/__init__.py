@@ -59,9 +59,7 @@ def lay_out(
     source tensor: each of the two covers it exactly.
 
     Args:
-        world_size: number of data-parallel ranks.
         precision: dtype of the module's parameters; None: each as it was trained.
-        grid_options: the model-parallel grid.
         weights_only: write only what ``load_checkpoint(..., load_module_only=True)`` reads. Stages
             0 to 2 have one file for any number of ranks. At stage 3 the user must also pass
             ``load_optimizer_states=False`` (``engine.py``, ``_load_checkpoint``): without it
@@ -175,7 +173,6 @@ def lay_out_universal(
         grid_options: the model-parallel grid whose ranks' model states are written.
         world_size, stage: values for the ``ds_config`` of the new run; the layout does not depend
             on them. There is no universal checkpoint of stage 0: it becomes 1.
-        precision: as in `lay_out`.
 
     Raises:
         ReshardError: as `lay_out`; and UnsafeError for a parameter that cannot name a directory.

@@ -136,7 +136,6 @@ def find_common_step(
 
     Args:
         hyper: hyperparameters of their group, in which some optimizers count.
-        path: the source, for messages.
 
     Raises:
         IncompleteError: a member lacks a slot that others have, or the number of its updates.

@@ -108,11 +108,7 @@ def is_whole(state: WritableState, options: GridOptions) -> bool:
 def make_cuts(
     state: WritableState, options: GridOptions, ranks: int
 ) -> tuple[Cuts, dict[str, Any]]:
-    """Return how ranks share parameters, and the metadata of the source that says so.
-
-    Args:
-        ranks: number of tensor-parallel ranks.
-    """
+    """Return how ranks share parameters, and the metadata of the source that says so."""
     found = state.manifest.train.opaque.get(TENSOR_PARALLEL_INFO)
     info: dict[str, Any] = dict(found) if isinstance(found, dict) else {}
     if not info and options.sizes.tensor > 1 and options.rules is None:

@@ -114,11 +114,7 @@ def make_scaler_object(state: Mapping[str, Any]) -> Call:
 
 
 def make_scaler_keys(state: Mapping[str, Any], step: int) -> dict[str, Any]:
-    """Return the keys of a loss scaler that stage 0 stores.
-
-    Args:
-        step: the step of the run.
-    """
+    """Return the keys of a loss scaler that stage 0 stores."""
     keys = {
         "dynamic_loss_scale": state["dynamic"],
         "cur_scale": state["cur_scale"],

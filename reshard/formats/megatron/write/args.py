@@ -24,7 +24,6 @@ def adapt(
     """Return the source's args for the new grid.
 
     Args:
-        data: data-parallel ranks.
         padded: rows of the vocabulary with its padding.
     """
     adapted = {name: value for name, value in args.items() if is_plain(value)}

@@ -66,11 +66,7 @@ _METADATA = {
 
 
 def lay_out_files(choice: Resolved, directory: str, shards: int) -> Iterator[Skeleton]:
-    """Yield the files of one iteration's directory.
-
-    Args:
-        shards: number of data files.
-    """
+    """Yield the files of one iteration's directory."""
     stacks = _Stacks(choice)
     for known in choice.weights:
         stacks.add("", known, *choice.stored(known.weight))

@@ -121,7 +121,6 @@ def find_rules(
     Args:
         te: whether the output's layers are Transformer Engine's.
         padded: rows of the vocabulary with its padding; None: as they are.
-        args: the arguments of the run.
 
     Raises:
         UsageError: no rule names a weight.
