@@ -163,9 +163,6 @@ def find_other_blocks(
 
     Args:
         path: the file, of the listed size.
-
-    Raises:
-        ReshardError: the file cannot be read, or no digest can be computed.
     """
     algorithm, expected = digests.choose_algorithm()
     size = digests.block_bytes

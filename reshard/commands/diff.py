@@ -237,11 +237,7 @@ def _build_page(report: DiffReport, a: Manifest, b: Manifest) -> Page:
 
 
 def open_checkpoint(paths: formats.Paths, options: ReadOptions) -> Manifest:
-    """Read a checkpoint, check that it is safe, and rename its tensors as `merge` does.
-
-    Raises:
-        ReshardError: the checkpoint cannot be read or trusted.
-    """
+    """Read a checkpoint, check that it is safe, and rename its tensors as `merge` does."""
     return keys.edit(read_trusted(formats.as_paths(paths), options), keys.Edits()).manifest
 
 

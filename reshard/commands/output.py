@@ -172,9 +172,6 @@ def resolve_destination(destination: str | Path) -> Path:
 
     A link to a file is replaced, not written through: in Hugging Face's cache it leads to a blob
     that other snapshots share.
-
-    Raises:
-        UsageError: the name looks like that of one file, but is not one that reshard writes.
     """
     path = as_path(destination)
     check_suffix(path)
@@ -337,11 +334,7 @@ def build_page(document: Mapping[str, Any], manifest: Manifest, skeleton: Skelet
 
 
 def check_skeleton(skeleton: Skeleton) -> None:
-    """Check that the planned files store every element once, like those of a source.
-
-    Raises:
-        ReshardError: an element is missing, or is stored twice.
-    """
+    """Check that the planned files store every element once, like those of a source."""
     files = {file.name: SourceFile(file.name, file.nbytes) for file in skeleton.files}
     # Several entries of a skeleton may have the same name, so the keys are numbered.
     entries = {(e.kind, f"{e.fqn} ({e.dtype}, {n})"): e for n, e in enumerate(skeleton.entries)}
@@ -349,11 +342,7 @@ def check_skeleton(skeleton: Skeleton) -> None:
 
 
 def check_overlaps(skeleton: Skeleton) -> None:
-    """Check that every planned chunk is inside its file and that no two chunks overlap.
-
-    Raises:
-        DifferentError: the plan is wrong: the output would be damaged.
-    """
+    """Check that every planned chunk is inside its file and that no two chunks overlap."""
     sizes, index = {file.name: file.nbytes for file in skeleton.files}, FileIndex(skeleton)
     for file in index.files():
         placement = index.find_placement(file)

@@ -117,11 +117,7 @@ class OutputOptions(ValueOptions):
     team: Team = ALONE  # the processes that share the work
 
     def move_options(self, progress: Progress) -> MoveOptions:
-        """Return how bytes are moved.
-
-        Raises:
-            ReshardError: as in `budget`.
-        """
+        """Return how bytes are moved."""
         workers, window_bytes = self.budget()
         return MoveOptions(
             workers=workers,

@@ -21,10 +21,6 @@ def check_page(
 
     Args:
         destination: where the command writes its output.
-
-    Raises:
-        ExistsError: the file exists, or is inside a source or the output.
-        UsageError: its directory does not exist.
     """
     if options.html is not None:
         from reshard.html import document

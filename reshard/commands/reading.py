@@ -24,11 +24,7 @@ def open_progress(meter: Meter | None, nbytes: int) -> AbstractContextManager[Pr
 def read_trusted(
     sources: Sequence[Path], options: ReadOptions, live: ModelShapes | None = None
 ) -> Manifest:
-    """Read the manifest of a checkpoint and check that its pickles are safe.
-
-    Raises:
-        ReshardError: the checkpoint cannot be read or trusted.
-    """
+    """Read the manifest of a checkpoint and check that its pickles are safe."""
     manifest = formats.read(sources, **options.reader_arguments(), live=live)
     check_trust(manifest, options.allow_pickle)
     return manifest

@@ -155,9 +155,6 @@ def lay_out_object(
         stamp: states the file's place in its save; not written if the root is not a dict.
         in_stream: whether the framework saves it into a stream, so that the archive is not named
             after the file.
-
-    Raises:
-        UnsupportedError: ``root`` has a value that cannot be written.
     """
     archive = "" if in_stream else name
     return Template(name, root, slot_of=slot_of).lay_out(name, stamp, archive_of=archive)

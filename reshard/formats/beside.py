@@ -37,11 +37,7 @@ _COMPANIONS = {
 
 
 def add_companions(manifest: Manifest, location: Location) -> Manifest:
-    """Add the files of HF Trainer or Accelerate that are beside or above a DeepSpeed checkpoint.
-
-    Raises:
-        CorruptError: a file is damaged.
-    """
+    """Add the files of HF Trainer or Accelerate that are beside or above a DeepSpeed checkpoint."""
     # HF Trainer and Accelerate have DeepSpeed write its ranks' files into a folder of their own.
     for near in (Location(location.directories), location.get_parent()):
         trainer = read_trainer_state(near)
@@ -90,11 +86,7 @@ def describe_recipe(location: Location) -> list[str]:
 
 
 def add_kept_files(manifest: Manifest, location: Location) -> Manifest:
-    """Add the files that only their framework understands; their values become client state.
-
-    Raises:
-        CorruptError: one of them is damaged.
-    """
+    """Add the files that only their framework understands; their values become client state."""
     files = copied_files.find(location)
     opened = {name: torch_reader.read(path) for name, path in files.items()}
     shown = {
@@ -119,11 +111,7 @@ def add_kept_files(manifest: Manifest, location: Location) -> Manifest:
 
 
 def add_run_document(manifest: Manifest, location: Location) -> Manifest:
-    """Add our trainer's document of its run, if there is one.
-
-    Raises:
-        CorruptError: the document is damaged.
-    """
+    """Add our trainer's document of its run, if there is one."""
     for near in (location, location.get_parent()):
         document = read_trainer_state(near)
         if trainer_run.is_document(document):
@@ -172,11 +160,7 @@ def is_verl_with_fsdp_1(location: Location) -> bool:
 
 
 def read_trainer_state(location: Location) -> dict[str, Any]:
-    """Return HF Trainer's or our trainer's document of the run, without its log.
-
-    Raises:
-        CorruptError: the file is not a JSON object.
-    """
+    """Return HF Trainer's or our trainer's document of the run, without its log."""
     path = location.files.get(TRAINER_STATE)
     if path is None:
         return {}
@@ -189,10 +173,6 @@ def describe_trained_model(location: Location, given: str | None) -> ModelShapes
 
     Args:
         location: the checkpoint's directory, or DeepSpeed's folder in it.
-
-    Raises:
-        CorruptError: a file is damaged.
-        UsageError, UnsupportedError: as `ModelHint.shapes`, for a given model.
     """
     for near in (location, location.get_parent()):
         state = read_trainer_state(near)

@@ -112,9 +112,6 @@ def find_format(location: Location) -> str | None:
 
     A loose file is none if a folder with a checkpoint is beside it: verl saves ``data.pt``, the
     state of its data loader, beside the folder ``actor``.
-
-    Raises:
-        UnsupportedError: a library that reshard does not read has saved it.
     """
     foreign.refuse(location)
     name = registry.detect(location)

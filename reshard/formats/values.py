@@ -18,11 +18,6 @@ def dequantise(manifest: Manifest) -> tuple[Manifest, list[str]]:
     The weights are computed as they are read. A model that is not quantised is returned unchanged,
     and so is a training checkpoint: the program that saved quantised weights in it loads them in
     this form.
-
-    Raises:
-        UnsupportedError: the method is not known, or nothing states it.
-        IncompleteError: codes without scales, or scales without codes.
-        CorruptError: the shapes of codes and scales do not fit.
     """
     if not registry.describe_source(manifest).weights_only:
         return manifest, []
@@ -103,11 +98,7 @@ def refuse_rounded_scales(manifest: Manifest, dtype: str, method: str = "") -> N
 
 
 def decode_moments(conversion: StateConversion) -> StateConversion:
-    """Return the conversion with values for bitsandbytes' codes, for a target that cuts moments.
-
-    Raises:
-        CorruptError: codes, scales and tables do not fit together.
-    """
+    """Return the conversion with values for bitsandbytes' codes, for a target that cuts moments."""
     entries, count = moments.decode_entries(conversion.manifest.entries.values())
     if not count:
         return conversion

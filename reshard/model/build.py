@@ -54,11 +54,7 @@ def refuse_missing(model: str) -> None:
 
 
 def build_configured(config: Mapping[str, Any], source: str) -> nn.Module:
-    """Build the transformers model of a config on the meta device.
-
-    Raises:
-        UsageError: transformers has no such model.
-    """
+    """Build the transformers model of a config on the meta device."""
     import transformers
 
     return _build_from_config(transformers.AutoConfig.for_model(**_decode_floats(config)), source)

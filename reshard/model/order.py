@@ -54,11 +54,7 @@ def match_weights(manifest: Manifest, model: ModelShapes) -> Manifest:
 
 
 def order_by_model(manifest: Manifest, model: ModelShapes) -> Manifest:
-    """Return a training state in the model's order, param groups included.
-
-    Raises:
-        UsageError: the weights belong to another model.
-    """
+    """Return a training state in the model's order, param groups included."""
     stored = {entry.fqn: entry.shape for entry in manifest.of_kind(*WEIGHT_KINDS)}
     _check_weights(stored, model)
     positions = {fqn: number for number, fqn in enumerate((*model.parameters, *model.buffers))}

@@ -166,9 +166,6 @@ def trace_published(root: nn.Module, source: str) -> Published | None:
 
     Args:
         root: the model, on the meta device.
-
-    Raises:
-        UnsupportedError: its conversion is not a movement of whole elements.
     """
     transformers = sys.modules.get("transformers")  # a model of transformers has imported it
     if transformers is None or not isinstance(root, transformers.PreTrainedModel):

@@ -88,9 +88,6 @@ def describe_module(
 
     Args:
         policy: how FSDP 1 wrapped the module; None if that is unknown, and the result has no units.
-
-    Raises:
-        UsageError, UnsupportedError: FSDP 1 could not have wrapped the module in this way.
     """
     from torch import nn
 

@@ -80,12 +80,7 @@ def _parse_count(text: str) -> int:
 
 
 def find_wrapped(root: nn.Module, policy: Policy, *, mixed_precision: bool) -> set[nn.Module]:
-    """Return the modules inside the root that FSDP1 wraps.
-
-    Raises:
-        UsageError: the model has no module of a class that the policy names.
-        UnsupportedError: the result of ``size=`` depends on the number of ranks.
-    """
+    """Return the modules inside the root that FSDP1 wraps."""
     always = (get_batch_norm(),) if mixed_precision else ()
     if policy.least is not None:
         by_size = _BySize(policy.least, always)

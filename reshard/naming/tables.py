@@ -171,10 +171,6 @@ def rename_to_hf_first(
 
     Args:
         model: the user's description of the model, for a source with Hugging Face's names.
-
-    Raises:
-        UsageError: nothing states what the model is.
-        UnsupportedError: there is no table of the model.
     """
     traits = describe_model(manifest, own, options, model)
     if traits is None:

@@ -35,9 +35,6 @@ def format_config(
         suffix: one of `SUFFIXES`.
         optimizer: hyperparameters of the run that is continued, for DeepSpeed.
         resume: the run that the trainer continues.
-
-    Raises:
-        UsageError: the program does not support the strategy with this grid.
     """
     if suffix == ".json":
         if choice.row.strategy.framework == "deepspeed":
@@ -56,11 +53,7 @@ def build_deepspeed(
     training: Training,
     optimizer: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
-    """Return a configuration that ``deepspeed.initialize`` accepts.
-
-    Raises:
-        UsageError: DeepSpeed's data parallelism does not support the grid.
-    """
+    """Return a configuration that ``deepspeed.initialize`` accepts."""
     _refuse_grid(training, "a ds_config.json", allows_ep=True)
     strategy = choice.row.strategy
     zero: dict[str, Any] = {
@@ -96,11 +89,7 @@ def build_deepspeed(
 def build_trainer_arguments(
     choice: Choice, model: ModelSizes, cluster: Cluster, training: Training
 ) -> dict[str, Any]:
-    """Return arguments of transformers' TrainingArguments for DDP or FSDP.
-
-    Raises:
-        UsageError: HF Trainer does not support the grid.
-    """
+    """Return arguments of transformers' TrainingArguments for DDP or FSDP."""
     _refuse_grid(training, "HF Trainer's arguments")
     strategy = choice.row.strategy
     arguments: dict[str, Any] = {
@@ -125,11 +114,7 @@ def build_trainer_arguments(
 def build_accelerate(
     choice: Choice, model: ModelSizes, cluster: Cluster, training: Training
 ) -> dict[str, Any]:
-    """Return the configuration of ``accelerate launch``.
-
-    Raises:
-        UsageError: Accelerate's file does not describe the grid.
-    """
+    """Return the configuration of ``accelerate launch``."""
     _refuse_grid(training, "an accelerate configuration")
     strategy = choice.row.strategy
     config: dict[str, Any] = {

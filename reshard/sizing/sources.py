@@ -33,9 +33,6 @@ def find_model(model: str) -> ModelSizes:
     Args:
         model: a config.json, its directory, the name of a model in Hugging Face's cache, or
             ``module:factory``.
-
-    Raises:
-        UsageError: the model does not exist, or its construction fails.
     """
     file = find_config(model)
     if file is None:

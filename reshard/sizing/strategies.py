@@ -130,11 +130,7 @@ class StrategyForecast:
 
 
 def forecast(model: ModelSizes, cluster: Cluster, training: Training) -> list[StrategyForecast]:
-    """Return the forecast of every strategy that the cluster and the grid allow.
-
-    Raises:
-        UsageError: the settings contradict the model or the number of GPUs.
-    """
+    """Return the forecast of every strategy that the cluster and the grid allow."""
     share = take_share(model, training)
     return [
         forecast_one(strategy, model, share, cluster, training)

@@ -87,9 +87,6 @@ def build_manifest(
         origin: where the tree comes from; its mesh and precision are filled in here.
         key: the name of the state dict that is the model; None to find it.
         nearby: the config beside the checkpoint, which is used only where the files are ambiguous.
-
-    Raises:
-        ReshardError: the tree has no model, or no file explains how the model is stored.
     """
     _refuse_mixed(parsed)
     parts = sections.find(parsed.root, parsed.where, key)

@@ -78,11 +78,7 @@ class WholeSlots:
 def lay_out_optimizer(
     state: WritableState, file: str, ranks: int, model: ModelShapes | None
 ) -> Skeleton:
-    """Lay out ``torch.optim``'s state of whole tensors in one file, with names for its numbers.
-
-    Raises:
-        IncompleteError: the order in which the optimizer numbers its parameters is unknown.
-    """
+    """Lay out ``torch.optim``'s state of whole tensors in one file, with names for its numbers."""
     root = build_optimizer(state, "index", model, named=True)
     return torch_writer.lay_out_object(
         file, Canonicalizer().convert(root), slot_of=WholeSlots(), stamp=state.stamp(file, 0, ranks)

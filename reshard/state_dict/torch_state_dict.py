@@ -138,11 +138,6 @@ def build_optimizer(
     Args:
         model: gives the order in which its parameters are numbered.
         named: whether to store names (``param_names``) also where numbers are enough.
-
-    Raises:
-        IncompleteError: the source has no optimizer, or a part of it is missing, or nothing states
-            how its parameters are numbered.
-        UnsupportedError: the optimizer has a setting that torch's lacks.
     """
     refuse_without_optimizer(state)
     groups = (
@@ -285,9 +280,6 @@ def refuse_lost_state(state: WritableState) -> None:
     """Refuse to drop optimizer state that only its own class can compute, such as torchao's.
 
     Targets that store nothing but tensors and steps call this.
-
-    Raises:
-        UnsupportedError: naming the first such state.
     """
     for member in state.members:
         get_non_tensor_state(state, member)

@@ -239,9 +239,6 @@ def describe_beside(manifest: Manifest, wrap: str | None = None) -> ModelShapes 
 
     Args:
         wrap: how FSDP 1 wrapped the model, see `ModelHint`.
-
-    Raises:
-        CorruptError: the file is not JSON.
     """
     from reshard.model import ModelHint  # a merge does not need it
 

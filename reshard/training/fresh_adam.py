@@ -33,10 +33,6 @@ def start_adam(state: WritableState, dtype: DType) -> StateAndNotes:
 
     Args:
         dtype: dtype of the moments, which is that of the updated weights.
-
-    Raises:
-        UsageError: neither the source nor the user gives a learning rate.
-        UnsupportedError: the source's optimizer is not an Adam.
     """
     groups = tuple(
         _build_group(state, number, group, dtype) for number, group in enumerate(state.groups)

@@ -93,11 +93,7 @@ def read(paths: Iterable[str]) -> tuple[RankRng, ...]:
 
 
 def describe_files(paths: Sequence[str]) -> dict[str, SourceFile]:
-    """Describe the files of random states, with what they state about themselves.
-
-    Raises:
-        CorruptError: a file is damaged.
-    """
+    """Describe the files of random states, with what they state about themselves."""
     return dict(zip(paths, map_files(paths, lambda path: _open(path).source()), strict=True))
 
 

@@ -27,9 +27,6 @@ def build_shared_scalars(
 
     Args:
         why: what holds one value for all of them, for the message.
-
-    Raises:
-        UnsupportedError: two members have different values.
     """
     scalars: dict[str, Slot] = {}
     for name in sorted(collect_scalar_names(members)):

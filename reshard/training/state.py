@@ -178,12 +178,7 @@ class WritableState:
 
 
 def build_writable_state(manifest: Manifest, *, weights_only: bool = False) -> WritableState:
-    """Build the training state of a manifest whose names have been edited.
-
-    Raises:
-        IncompleteError: the parameters of its optimizer are not known, or a parameter with state is
-            in no group; a conversion would lose the state.
-    """
+    """Build the training state of a manifest whose names have been edited."""
     masters = {entry.fqn: entry for entry in manifest.of_kind(MASTER)}
     stored = {entry.fqn: entry for entry in manifest.of_kind(PARAM, BUFFER)}
     weights = {

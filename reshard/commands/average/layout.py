@@ -46,9 +46,6 @@ def plan_layout(
 
     Returns:
         The job, and warnings for the report.
-
-    Raises:
-        ReshardError: the weights cannot be written as requested.
     """
     with temporary() as folder, _name_directory(folder):
         for name, data in passes.build_companions(merge).items():

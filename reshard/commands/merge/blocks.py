@@ -519,11 +519,7 @@ class Computed:
         )
 
     def read_into(self, pool: Reader, byte_offset: int, target: memoryview) -> None:
-        """Fill ``target`` with the bytes from an offset on.
-
-        Raises:
-            CorruptError: a value is infinite or not a number.
-        """
+        """Fill ``target`` with the bytes from an offset on."""
         find_reader(pool).read_tiles(self, byte_offset, target)
 
     def compute(self, number: int, reader: TileReader) -> memoryview:

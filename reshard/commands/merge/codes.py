@@ -19,12 +19,7 @@ from reshard.units import some
 
 
 def dequantise(merge: Merge) -> Merge:
-    """Return the merge with dequantised weights if the user wants them in another form.
-
-    Raises:
-        UnsupportedError: the method of quantisation is not known.
-        IncompleteError, CorruptError: codes and scales do not fit.
-    """
+    """Return the merge with dequantised weights if the user wants them in another form."""
     options = merge.options
     if options.dtype in (None, "keep") and options.quantise_like is None:
         return merge
@@ -38,10 +33,6 @@ def match_config(merge: Merge) -> Merge:
 
     A config that states how codes are to be dequantised must be beside the codes, and only there:
     transformers reads codes as plain numbers, or asks for scales, if it is wrong.
-
-    Raises:
-        UsageError: the weights are codes, and the config states another quantisation, or none; or
-            a part of them would be cast.
     """
     stated = merge.manifest.quantisation
     if stated is not None and not stated.decoded:

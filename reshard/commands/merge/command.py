@@ -92,9 +92,6 @@ def plan_merge(
     Args:
         source: the first path that the user named.
         means: notes on copies that were averaged.
-
-    Raises:
-        ReshardError: the source cannot be written as requested.
     """
     opened = open_merge(manifest, source, output, options)
     result = run_passes(_list_passes(options), opened)
@@ -103,11 +100,7 @@ def plan_merge(
 
 
 def open_merge(manifest: Manifest, source: Path, output: Path, options: MergeOptions) -> Merge:
-    """Return a merge before its first pass.
-
-    Raises:
-        ReshardError: masters that the source stores in parts cannot be put together.
-    """
+    """Return a merge before its first pass."""
     manifest, _ = remainders.name_masters(manifest)
     return Merge(
         manifest=manifest,
@@ -121,11 +114,7 @@ def open_merge(manifest: Manifest, source: Path, output: Path, options: MergeOpt
 
 
 def run_passes(steps: Iterable[Pass], merge: Merge) -> Merge:
-    """Run passes in order.
-
-    Raises:
-        ReshardError: the source cannot be written as requested.
-    """
+    """Run passes in order."""
     return reduce(lambda result, step: step(result), steps, merge)
 
 
@@ -137,9 +126,6 @@ def plan_files(
     Args:
         manifest: the source before its names were changed.
         describe: returns the report of the plan.
-
-    Raises:
-        ReshardError: a tensor is incomplete.
     """
     check_skeleton(merge.skeleton)
     entries = [entry for entry, _ in merge.weights.tensors]

@@ -63,10 +63,6 @@ def fill(manifest: Manifest, base: Manifest, path: Path) -> tuple[Manifest, list
     Args:
         base: the model that supplies weights; its names are without wrappers.
         path: the path of that model, for messages.
-
-    Raises:
-        UsageError: the base is another model: no names are equal, or shapes differ.
-        IncompleteError: the weights of the placeholders are in a checkpoint beside the source.
     """
     offered = {entry.fqn: entry for entry in base.of_kind(PARAM, BUFFER)}
     empty = _find_placeholders(manifest, offered)

@@ -253,11 +253,7 @@ def note_adapters(merge: Merge) -> Merge:
 
 
 def compare_copies(merge: Merge) -> Merge:
-    """Return the merge with aliases of tied weights resolved, after a comparison of all copies.
-
-    Raises:
-        DifferentError: copies of a value differ.
-    """
+    """Return the merge with aliases of tied weights resolved, after a comparison of all copies."""
     chosen, manifest, options = merge.weights, merge.manifest, merge.options
     with SourceFiles() as pool:
         untied = weights.resolve_ties(

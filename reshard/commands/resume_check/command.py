@@ -323,11 +323,7 @@ class _ResumeCheck:
 
 @contextmanager
 def open_folder(keep: Path | None, prefix: str, *sources: Path) -> Iterator[Path]:
-    """Open the directory for all files of the runs: a new one that is kept, or a temporary one.
-
-    Raises:
-        ExistsError: the directory to keep is not empty, or is inside a source.
-    """
+    """Open the directory for all files of the runs: a new one that is kept, or a temporary one."""
     if keep is None:
         with temporary(prefix) as path:
             yield Path(path)

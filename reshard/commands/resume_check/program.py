@@ -34,11 +34,7 @@ class Program:
     def build_command(
         self, checkpoint: Path, folder: Path, *, ranks: int, steps: int, zero_stage: int | None
     ) -> list[str]:
-        """Return the command that resumes from one checkpoint and writes ``folder/log.jsonl``.
-
-        Raises:
-            UsageError: a placeholder has no value.
-        """
+        """Return the command that resumes from one checkpoint and writes ``folder/log.jsonl``."""
         values: dict[str, object] = {
             "checkpoint": checkpoint,
             "world_size": ranks,

@@ -64,9 +64,6 @@ def plan_split(
         report_as: the destination as the user wrote it.
         means: notes on copies that were averaged.
         target: the program that loads the output, if it runs already.
-
-    Raises:
-        ReshardError: the source cannot be written as requested.
     """
     conversion, options = _open(manifest, options, report_as, means, target)
     # The order matters: copies are compared under the names of the source, which messages name,

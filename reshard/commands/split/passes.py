@@ -175,11 +175,7 @@ def rebalance_batch(conversion: StateConversion) -> StateConversion:
 
 
 def compare_copies(conversion: StateConversion, policy: replicas.Replicas) -> StateConversion:
-    """Return the conversion with equal heads tied, after a comparison of what is stored twice.
-
-    Raises:
-        DifferentError: copies of a value differ, and the policy is to fail.
-    """
+    """Return the conversion with equal heads tied, after a comparison of what is stored twice."""
     manifest = conversion.manifest
     with SourceFiles() as pool:
         weights.check_tied_copies(manifest, pool)

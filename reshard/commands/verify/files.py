@@ -64,13 +64,7 @@ def check_file(
 def check_included(
     sources: Sequence[Path], options: VerifyOptions, meter: Meter | None
 ) -> VerifyReport:
-    """Check the files with a matching name against a manifest.
-
-    Raises:
-        UsageError: an option does not apply, no listed file has a matching name, or the source has
-            none of them.
-        ReshardError: the manifest cannot be read.
-    """
+    """Check the files with a matching name against a manifest."""
     began = time.perf_counter()
     _refuse_options(options)
     listed = read(as_path(options.against or "")).files

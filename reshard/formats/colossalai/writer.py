@@ -32,12 +32,7 @@ _MEBI = 1 << 20  # unit of the sizes in an index
 
 
 def lay_out(state: WritableState, request: Request) -> Skeleton:
-    """Lay out the directory.
-
-    Raises:
-        IncompleteError: the source has no optimizer, or no numbers of its parameters.
-        UnsupportedError: the optimizer has a setting that torch's lacks.
-    """
+    """Lay out the directory."""
     above = "" if request.weights_only else "modeling/"
     weights = torch_state_dict.build_weights(state, dtype=request.dtype)
     parts = [*_lay_out_shards(f"{above}pytorch_model", weights, {})]

@@ -112,14 +112,7 @@ class Cuts:
         return "neox_parallel" if neox.has_summed_biases(settings) else "megatron"
 
     def find_split(self, fqn: str, shape: Index) -> Split:
-        """Return how tensor-parallel ranks share one parameter.
-
-        Raises:
-            UsageError: neither the checkpoint nor a table describes the parameter.
-            UnsupportedError: the checkpoint declares that its cut is not known.
-            CorruptError, UnsafeError: a pattern of the checkpoint is not a regular expression, or
-                its search could take for ever.
-        """
+        """Return how tensor-parallel ranks share one parameter."""
         if self._ranks == 1 or fqn in self._buffers or not shape:
             return REPLICATED
         declared = self._find_declared(fqn, shape)

@@ -127,11 +127,7 @@ def _list_tags(location: Location) -> list[str]:
 
 
 def detect(location: Location) -> bool:
-    """Return whether this is a run directory, a tag directory or a rank file of DeepSpeed.
-
-    Raises:
-        CorruptError: the file that names the latest tag does not hold a tag.
-    """
+    """Return whether this is a run directory, a tag directory or a rank file of DeepSpeed."""
     if location.chosen:
         return _is_state_file(location.chosen) or location.chosen in _POINTERS
     if (

@@ -53,11 +53,6 @@ def read_stages(
     A layer is on the first stage that names a tensor of it. A layer that no stage names (all of it
     frozen, or no names at all) is on the stage of the layer before it; on the next stage if that
     one has all the parameters that its optimizer counts.
-
-    Raises:
-        IncompleteError: a layer's file is missing.
-        CorruptError: a file does not hold a layer.
-        UnsupportedError: a file may hold any of several tied modules.
     """
     named = {name: shape for stage in stages for name, shape in stage.names.items()}
     modules = [StageModule({}, []) for _ in stages]

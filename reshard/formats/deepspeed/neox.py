@@ -29,11 +29,7 @@ _MAX_BYTES = 1 << 17
 
 
 def read_settings(checkpoint: str) -> dict[str, Any] | None:
-    """Read the settings beside a tag directory; return None if they were not saved.
-
-    Raises:
-        CorruptError: a file is not YAML, or too large for settings.
-    """
+    """Read the settings beside a tag directory; return None if they were not saved."""
     settings: dict[str, Any] = {}
     for path, data in read_files(checkpoint).items():
         root = parse_yaml(path, data.decode(errors="replace"))
@@ -68,11 +64,7 @@ def has_summed_biases(settings: Mapping[str, Any]) -> bool:
 
 
 def read_traits(settings: Mapping[str, Any], padded_vocab: Any, source: str) -> Traits:
-    """Return the traits of the model that these settings describe.
-
-    Raises:
-        CorruptError: a setting has a value of another kind.
-    """
+    """Return the traits of the model that these settings describe."""
     expect(source, settings, _KINDS, FOLDER)
     heads, hidden = settings.get("num_attention_heads"), settings.get("hidden_size")
     known = type(heads) is int and type(hidden) is int and heads > 0

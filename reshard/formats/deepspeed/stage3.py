@@ -133,11 +133,7 @@ def is_quantised(model: ModelStates, fqn: str) -> bool:
 
 
 def read_frozen(models: Sequence[ModelStates]) -> Iterator[Entry]:
-    """Yield the frozen parameters: the ranks' fragments one after the other, cut to numel.
-
-    Raises:
-        CorruptError: the fragments do not add up to the parameter.
-    """
+    """Yield the frozen parameters: the ranks' fragments one after the other, cut to numel."""
     for fqn, shape in models[0].get_section("frozen_param_shapes").items():
         fragments = [model.get_section("frozen_param_fragments").get(fqn) for model in models]
         pieces = [

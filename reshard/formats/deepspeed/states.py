@@ -67,11 +67,7 @@ class ModelStates:
 
     @property
     def unread(self) -> dict[str, str]:
-        """What the module's state dict holds beside tensors, as `leaves.find_opaque` describes it.
-
-        Raises:
-            UnsupportedError, IncompleteError: weights in a form that is not read.
-        """
+        """What the module's state dict holds beside tensors; see `leaves.find_opaque`."""
         module = self.root.get("module") or {}
         return leaves.find_opaque(self.file.path, module, prefix="module.")
 

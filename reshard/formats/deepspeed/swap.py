@@ -34,14 +34,7 @@ _MAX_PADDING = 64 * _ALIGNMENT
 def find_swap_files(
     location: Location, shapes: Shapes, ranks: Sequence[OptimizerStates]
 ) -> Swapped:
-    """Return every piece of the optimizer's tensors that is in a swap file.
-
-    Raises:
-        IncompleteError: a sub-group was offloaded, and its files are not in the checkpoint.
-        CorruptError: a file does not have the size of its sub-group.
-        UnsupportedError: files of several param groups have one size, so nothing tells their
-            sub-groups apart.
-    """
+    """Return every piece of the optimizer's tensors that is in a swap file."""
     pieces: dict[tuple[int, int, str], FlatPiece] = {}
     for rank in ranks:
         groups = rank.root.get("fp32_flat_groups") or []

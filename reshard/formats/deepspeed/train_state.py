@@ -156,9 +156,6 @@ def read_param_groups(ranks: Sequence[OptimizerStates], shapes: Shapes) -> list[
     sub-groups at stage 3. elastic_checkpoint stores no hyper-parameters; there each flat tensor
     becomes a group. A number that each rank's optimizer computes from its own partition becomes a
     description with the numbers of all ranks.
-
-    Raises:
-        CorruptError: the ranks have different groups.
     """
 
     def read(states: Iterable[OptimizerStates]) -> dict[str, list[_StoredGroup]]:
@@ -227,11 +224,7 @@ def _name_members(stored: Iterable[_StoredGroup], shapes: Shapes) -> list[ParamG
 
 
 def read_steps(ranks: Sequence[OptimizerStates], shapes: Shapes) -> dict[str, float]:
-    """Read how many updates the optimizer has applied to each fqn.
-
-    Raises:
-        CorruptError: ranks have different counts.
-    """
+    """Read how many updates the optimizer has applied to each fqn."""
     steps = {}
     for index, members in enumerate(shapes):
         step = require_equal(

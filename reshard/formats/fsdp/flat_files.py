@@ -57,12 +57,6 @@ def lay_out_fsdp1_local(
             (``MixedPrecision.param_dtype``, else the parameters' own); None writes what
             ``use_orig_params=False`` has. FSDP 1 itself does not load what it writes with
             ``use_orig_params=True``; our trainer copies it into the live shards.
-
-    Raises:
-        IncompleteError: the source lacks a parameter of the model, or a part of the optimizer.
-        UnsupportedError: a unit that cannot be one flat parameter: its members are in several
-            groups, or some of them are not trained.
-        UsageError: the model lacks a weight of the source, or its wrapping is not known.
     """
     ranks, dtype, weights_only = request.world_size, request.dtype, request.weights_only
     model = exclude_ignored(state, model)

@@ -113,12 +113,6 @@ def lay_out_fsdp2(
         grid: the device mesh of the new run, with its axis names and device type.
         whole_weights: whether each rank has whole weights but shards of the optimizer's state, as
             under FSDP 1's NO_SHARD with ``use_orig_params=False``.
-
-    Raises:
-        IncompleteError: the source lacks optimizer state, or does not show which weights are
-            buffers.
-        UnsupportedError: a slot has another shape than its parameter, or a weight is packed.
-        UsageError: the plan does not fit the parameters.
     """
     model, weights_only = request.model, request.weights_only
     values = torch_state_dict.build_weights(

@@ -210,9 +210,6 @@ class Arguments:
 
         Args:
             chunks: number of chunks of all stages, in the order in which layers pass through them.
-
-        Raises:
-            CorruptError: the layout cannot be parsed.
         """
         if not self.mtp:
             return None

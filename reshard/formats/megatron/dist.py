@@ -277,11 +277,7 @@ def _separate(root: Mapping[str, Any]) -> tuple[dict[str, GlobalTensor], dict[st
 
 
 def join_parts(stored: Mapping[str, GlobalTensor], table: Table) -> dict[str, GlobalTensor]:
-    """Return tensors with the parts of a fused parameter joined, which some formats have apart.
-
-    Raises:
-        IncompleteError: a segment is missing.
-    """
+    """Return tensors with the parts of a fused parameter joined, which some formats have apart."""
     return _join_segments(_join_gated(stored), table)
 
 

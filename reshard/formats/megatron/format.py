@@ -220,11 +220,7 @@ class Megatron(Writer):
         return _trim(named, conversion.request.own)
 
     def adapt(self, conversion: StateConversion) -> StateConversion:
-        """Return the conversion with what ranks of Megatron saved beside tensors.
-
-        Raises:
-            UsageError: a part that must be kept cannot be.
-        """
+        """Return the conversion with what ranks of Megatron saved beside tensors."""
         from reshard.formats.megatron import kept_states
 
         return kept_states.adapt(conversion)

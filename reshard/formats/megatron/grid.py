@@ -22,11 +22,6 @@ def join_ranks(ranks: Mapping[GridPosition, Manifest], args: Arguments, table: T
 
     Args:
         ranks: the manifests of all ranks that save, with global names and local shapes.
-
-    Raises:
-        IncompleteError: a rank lacks a tensor that another has.
-        CorruptError: the pieces do not fit together.
-        UsageError: no rule describes how a parameter is cut.
     """
 
     def cut(name: str, shape: Index) -> Split:
@@ -70,11 +65,7 @@ def _select(manifest: Manifest, table: Table, *, experts: bool) -> Manifest:
 
 
 def find_split(name: str, args: Arguments, table: Table) -> Split:
-    """Return how tensor ranks cut a dense parameter, or expert-tensor ranks an expert's.
-
-    Raises:
-        UsageError: no rule names the parameter, and there are several ranks.
-    """
+    """Return how tensor ranks cut a dense parameter, or expert-tensor ranks an expert's."""
     ranks = args.tp if names.find_expert(name, table) is None else args.etp
     if ranks == 1:
         match = names.find_rule(table, name)

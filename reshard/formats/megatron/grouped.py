@@ -38,9 +38,6 @@ def separate(entries: Iterable[Entry], experts: range) -> Iterator[Entry]:
 
     Args:
         experts: the numbers of the rank's experts.
-
-    Raises:
-        CorruptError: the experts do not share a matrix evenly, or it is not dense.
     """
     for entry in entries:
         match = _GROUPED.fullmatch(entry.fqn)
@@ -90,11 +87,7 @@ def _make_run(chunk: Chunk, shape: Index) -> tuple[int, Chunk]:
 
 
 def reorder_heads(entries: Iterable[Entry], version: float, args: Arguments) -> Iterator[Entry]:
-    """Yield a rank's entries with [query, key, value] of each head together, as later versions do.
-
-    Raises:
-        CorruptError: the rows do not divide into heads.
-    """
+    """Yield entries with [query, key, value] of each head together, as later versions do."""
     for entry in entries:
         if version >= _ORDERED or not _QKV.fullmatch(entry.fqn):
             yield entry

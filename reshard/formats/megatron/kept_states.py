@@ -25,11 +25,7 @@ def name_extra_states(manifest: Manifest) -> str:
 
 
 def adapt(conversion: StateConversion) -> StateConversion:
-    """Return the conversion with the extra states and random states to write.
-
-    Raises:
-        UsageError: states that the user wants to keep cannot be kept.
-    """
+    """Return the conversion with the extra states and random states to write."""
     states = rank_states.get_rank_states(conversion.manifest)
     written = _choose_extra_states(states, conversion)
     written = replace(written, rng=_choose_random_states(states, conversion))

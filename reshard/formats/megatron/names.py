@@ -155,11 +155,7 @@ def find_rule(table: Table, name: str) -> RuleMatch | None:
 
 
 def require_rule(table: Table, name: str) -> RuleMatch:
-    """Return the rule of a name, like `find_rule`, but raise an error if there is none.
-
-    Raises:
-        UsageError: no rule names it.
-    """
+    """Return the rule of a name, like `find_rule`, but raise an error if there is none."""
     return table.require(_modernize(name), {})
 
 

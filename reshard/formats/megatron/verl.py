@@ -158,9 +158,6 @@ def read_grid(location: Location, *, is_tied: bool) -> dict[str, Any]:
     """Return the arguments by which ranks divide a model and its optimizer; empty if unknown.
 
     They do not describe the model completely: the activation and the positions are not among them.
-
-    Raises:
-        CorruptError: a file is damaged.
     """
     path = location.files.get(_CONFIG)
     if path is None:

@@ -116,12 +116,7 @@ def _make_config(traits: Traits, family: str, vocab_size: int | None) -> dict[st
 
 
 def add_layout(state: WritableState, described: Described, pipeline: int) -> WritableState:
-    """Return the state with what nanotron's files state of a run on so many pipeline stages.
-
-    Raises:
-        UsageError: a stage would have no parameter.
-        UnsupportedError: a parameter is in no block of nanotron's model.
-    """
+    """Return the state with what nanotron's files state of a run on so many pipeline stages."""
     config, path = described.args["config"], state.manifest.origin.path
     weights = sorted(state.weights, key=lambda weight: _compute_sort_key(weight.fqn, config))
     stage_params = stages.list_blocks(

@@ -117,12 +117,7 @@ def list_other_files(location: Location) -> tuple[str, ...]:
 
 
 def list_files(location: Location) -> CheckpointFiles:
-    """Return the files of a checkpoint, after a check that none is missing.
-
-    Raises:
-        IncompleteError: a rank's file is missing.
-        CorruptError: the files belong to two grids.
-    """
+    """Return the files of a checkpoint, after a check that none is missing."""
     weights = {
         fqn: _require_all_ranks(fqn, files, ("tp", "exp"))
         for fqn, files in sorted(

@@ -32,13 +32,7 @@ from reshard.training.state import TrainedParameter, Weight, WritableState
 
 
 def lay_out(state: WritableState, wanted: Wanted) -> Skeleton:
-    """Lay out the run's directory: the directory of its step, and ``latest.txt``.
-
-    Raises:
-        UsageError: the files of a nanotron run do not determine the grid.
-        IncompleteError: the optimizer lacks a part of its state.
-        UnsupportedError: a parameter is cut in another way than by nanotron's own layers.
-    """
+    """Lay out the run's directory: the directory of its step, and ``latest.txt``."""
     run = _RunWriter(state, wanted, choice.resolve_layout(state, wanted))
     step = str(state.step)
     inside = [*run.lay_out_weights()]

@@ -80,11 +80,7 @@ def _has_optimizer_apart(location: Location) -> bool:
 
 
 def detect_loosely(location: Location) -> bool:
-    """Return whether any ``torch.save`` file is here that no other format recognizes.
-
-    Raises:
-        CorruptError: a file has the name of a part of the checkpoint but is not one.
-    """
+    """Return whether any ``torch.save`` file is here that no other format recognizes."""
     if location.chosen:
         return is_torch_file(location.path)
     return bool(find_torch_files(location))

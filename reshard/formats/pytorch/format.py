@@ -176,11 +176,7 @@ class HFTrainer(_OrDeepSpeed):
         return True
 
     def has_separate_masters(self, source: Manifest, options: TargetOptions) -> bool:
-        """Return whether to write DeepSpeed's checkpoint: as requested, else like the source.
-
-        Raises:
-            UsageError: both a ZeRO stage and a state dict type are given.
-        """
+        """Return whether to write DeepSpeed's checkpoint: as requested, else like the source."""
         is_like_source = options.state_dict_type is None and source.origin.format in _DEEPSPEED
         return super().has_separate_masters(source, options) or is_like_source
 

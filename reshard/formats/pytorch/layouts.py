@@ -87,11 +87,7 @@ def _note_keys(state: WritableState, request: Request) -> Iterator[str]:
 
 
 def lay_out_accelerate(state: WritableState, request: Request) -> LaidOut:
-    """Lay out Accelerate's directory of a DeepSpeed or FSDP run, of DDP, or of one process.
-
-    Raises:
-        UsageError: a form that Accelerate does not load.
-    """
+    """Lay out Accelerate's directory of a DeepSpeed or FSDP run, of DDP, or of one process."""
     if request.separate_masters:
         request = replace(request, tag=request.tag or accelerate.TAG, program="accelerate")
         return registry.find_writer("deepspeed").lay_out(state, request)
@@ -101,11 +97,7 @@ def lay_out_accelerate(state: WritableState, request: Request) -> LaidOut:
 
 
 def lay_out_fsdp(state: WritableState, request: Request) -> LaidOut:
-    """Lay out FSDP 1's files under Accelerate's names, flat parameters too.
-
-    Raises:
-        UsageError: a form that FSDP does not load, or flat parameters of an unknown model.
-    """
+    """Lay out FSDP 1's files under Accelerate's names, flat parameters too."""
     is_local = request.state_dict_type == "local"
     lay_out = _lay_out_local if is_local else _lay_out_for_accelerate
     plain = _note_plain(state, request, "ignored_states") if is_local else ()
@@ -124,11 +116,7 @@ def lay_out_fsdp2(state: WritableState, request: Request) -> LaidOut:
 
 
 def lay_out_verl(state: WritableState, request: Request) -> LaidOut:
-    """Lay out verl's files of ranks, for either version of FSDP.
-
-    Raises:
-        UsageError: version 1 of an unknown model, or a mesh that verl does not make.
-    """
+    """Lay out verl's files of ranks, for either version of FSDP."""
     if request.fsdp_version == 1:
         model = _require_units(request, "--fsdp-version 1")
         grid = _choose_grid(rank_files.VERL, request, state.manifest)
@@ -140,11 +128,7 @@ def lay_out_verl(state: WritableState, request: Request) -> LaidOut:
 
 
 def lay_out_hf_trainer(state: WritableState, request: Request) -> LaidOut:
-    """Lay out a ``checkpoint-N`` of HF Trainer.
-
-    Raises:
-        UsageError: a form that the Trainer does not resume from.
-    """
+    """Lay out a ``checkpoint-N`` of HF Trainer."""
     deepspeed, adapted = request.separate_masters, list[str]()
     if not deepspeed and not request.weights_only:
         state, adapted = hf_param_groups.adapt_groups(state, request.model)

@@ -33,11 +33,7 @@ _SCHEDULER = "scheduler.bin"
 
 
 def lay_out_unsharded(state: WritableState, request: Request) -> Skeleton:
-    """Lay out the directory for a number of ranks.
-
-    Raises:
-        IncompleteError: the order in which the optimizer numbers its parameters is unknown.
-    """
+    """Lay out the directory for a number of ranks."""
     tensors = torch_state_dict.choose_whole_weights(state, request.dtype)
     ranks = request.world_size
     parts = [writer.lay_out_file(_WEIGHTS, tensors, writer.METADATA)]

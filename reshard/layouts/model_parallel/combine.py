@@ -21,10 +21,6 @@ def join_tensor_ranks(ranks: Sequence[Manifest], split_of: SplitOf) -> Manifest:
     Args:
         split_of: function of a parameter's name and its shape on the first rank that returns how
             it is cut.
-
-    Raises:
-        IncompleteError: a rank lacks a tensor that another has.
-        CorruptError: the pieces do not fit together.
     """
     names = dict.fromkeys(key for rank in ranks for key in rank.entries)
     entries = []

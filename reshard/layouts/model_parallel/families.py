@@ -122,20 +122,11 @@ class Family:
         return traits
 
     def make_config(self, traits: Traits) -> dict[str, Any]:
-        """Return the config.json of a model of this family.
-
-        Raises:
-            UsageError: the source does not state a trait that the config needs.
-        """
+        """Return the config.json of a model of this family."""
         return _fill(self.config, traits)
 
     def make_args(self, traits: Traits) -> dict[str, Any]:
-        """Return the arguments with which Megatron-core builds a model of this family.
-
-        Raises:
-            UnsupportedError: Megatron-core cannot build the model.
-            UsageError: the source does not state a trait that the arguments need.
-        """
+        """Return the arguments with which Megatron-core builds a model of this family."""
         items: dict[str, set[str]] = {}
         for line in filter(None, map(fields.parse_field, self.args.values())):
             if line.item:
@@ -231,9 +222,6 @@ def load_families(path: Path | None = None) -> Mapping[str, Family]:
 
     Args:
         path: a user's file of rules, which may have families of its own.
-
-    Raises:
-        UsageError: the file is not a table, or a family of it lacks a section.
     """
     tables = [name for name in rules.list_tables() if "families" in rules.load_document(name)]
     found = [] if path is None else list(_parse_user_families(path))

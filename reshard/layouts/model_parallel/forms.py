@@ -103,12 +103,7 @@ def _reverse_runs(runs: Iterable[RowRun]) -> Iterator[tuple[int, int, int, int]]
 
 @lru_cache(maxsize=256)  # the layers of a model repeat a few shapes
 def make_form(name: str, rows: int, model: Architecture) -> FusedForm:
-    """Return the form of a fused tensor of ``rows`` rows.
-
-    Raises:
-        UsageError: the model cannot have a tensor of so many rows in this form, or does not state
-            a size that the form needs.
-    """
+    """Return the form of a fused tensor of ``rows`` rows."""
     return _FORMS[name](rows, model)
 
 

@@ -106,11 +106,7 @@ def _list_patterns(args: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def make_args(traits: Traits) -> dict[str, Any]:
-    """Return the arguments with which Megatron-core builds such a model; see `parse_args`.
-
-    Raises:
-        UnsupportedError: Megatron-core cannot build the model.
-    """
+    """Return the arguments with which Megatron-core builds such a model; see `parse_args`."""
     scaling = dict(traits.rope_scaling or {})
     kind = scaling.get("rope_type", scaling.get("type"))
     _refuse_what_megatron_lacks(traits, scaling, kind)

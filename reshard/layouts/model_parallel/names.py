@@ -60,11 +60,6 @@ def rename_to_hf(
         manifest: manifest under the table's names, or those of a dialect of it.
         dialect: the dialect, if it is known: each numbers the layers differently.
         keep_padding: keep the padding rows of the vocabulary.
-
-    Raises:
-        UsageError: the table does not know a name, or the model does not state a size that a fused
-            tensor needs.
-        UnsupportedError: a state cannot be cut like its parameter.
     """
     return _ToHf(manifest, table, model, dialect, keep_padding=keep_padding).rename()
 
@@ -73,11 +68,6 @@ def rename_from_hf(manifest: Manifest, table: Table, model: Architecture) -> Ren
     """Return a training state under the table's names; the reverse of `rename_to_hf`.
 
     The vocabulary keeps its rows: the writer pads it for its tensor-parallel ranks.
-
-    Raises:
-        UsageError: the table does not know a name; or parts of a fused tensor differ in what it
-            has once (param group, step, frozen or not).
-        IncompleteError: a part of a fused tensor is missing.
     """
     return _FromHf(manifest, table, model).rename()
 

@@ -331,11 +331,7 @@ def load_document(name: str) -> Mapping[str, Any]:
 
 
 def add_user_rules(table: Table, path: Path | None) -> Table:
-    """Return a table with the lines of a user's file before its own.
-
-    Raises:
-        UsageError: the file is not a table.
-    """
+    """Return a table with the lines of a user's file before its own."""
     if path is None:
         return table
     root = parse_document(path.read_text(errors="replace"), str(path))

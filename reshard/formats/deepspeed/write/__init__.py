@@ -66,11 +66,6 @@ def lay_out(
             DeepSpeed reads only placeholders.
         config: configuration of the engine that loads the files; None: that of the source.
         tag: the directory's name; None: ``global_step`` and the step.
-
-    Raises:
-        IncompleteError: the source lacks what DeepSpeed needs to continue training.
-        UnsupportedError: this stage cannot hold an optimizer state of the source.
-        UsageError: there is no such stage, number of ranks or precision.
     """
     options: dict[str, Any] = {
         "world_size": world_size,
@@ -173,9 +168,6 @@ def lay_out_universal(
         grid_options: the model-parallel grid whose ranks' model states are written.
         world_size, stage: values for the ``ds_config`` of the new run; the layout does not depend
             on them. There is no universal checkpoint of stage 0: it becomes 1.
-
-    Raises:
-        ReshardError: as `lay_out`; and UnsafeError for a parameter that cannot name a directory.
     """
     neox_notes = tuple(gpt_neox.describe_settings(state, grid_options.sizes))
     state = gpt_neox.adapt_settings(state, grid_options.sizes)

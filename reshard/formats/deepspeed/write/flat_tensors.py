@@ -119,11 +119,7 @@ def collect_slot_dtypes(members: Sequence[TrainedParameter]) -> dict[str, DType]
 
 
 def make_scalars(members: Sequence[TrainedParameter]) -> dict[str, Slot]:
-    """Return the 0-d values of a flat tensor's state.
-
-    Raises:
-        UnsupportedError: two members have different values.
-    """
+    """Return the 0-d values of a flat tensor's state."""
     why = "ZeRO keeps one value for all parameters of a group"
     remedy = "stage 0 keeps one for each parameter: --zero-stage 0"
     return build_shared_scalars(members, why, remedy)

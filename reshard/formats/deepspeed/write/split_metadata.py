@@ -43,11 +43,7 @@ class SplitMetadata:
         self._shapes = {weight.fqn: weight.shape for weight in state.weights}
 
     def describe(self, fqn: str) -> dict[str, Any]:
-        """Return the keys beside a parameter's values.
-
-        Raises:
-            UsageError: neither the source nor a table describes how it is cut.
-        """
+        """Return the keys beside a parameter's values."""
         if not self.is_known:
             return {"cat_dim": 0}
         shape = self._shapes[fqn]

@@ -60,11 +60,6 @@ def lay_out_files(
     Args:
         metadata: how tensor-parallel ranks share each parameter; None: they do not.
         models: the model states of several model-parallel ranks; None: those of a single rank.
-
-    Raises:
-        UnsafeError: a name would lead out of the directory.
-        UnsupportedError: members of a group have seen different numbers of updates.
-        IncompleteError: a parameter lacks a slot that others have.
     """
     zero = skeletons.join(_lay_out_zero(spec, metadata))
     zero = metadata.divide_sums(zero) if metadata else zero

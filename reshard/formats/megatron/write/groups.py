@@ -264,11 +264,7 @@ def find_common_count(
 
 
 def count_updates(members: Iterable[TrainedParameter], state: WritableState) -> int:
-    """Return the number of updates of a group, for an optimizer that counts those of groups.
-
-    Raises:
-        UnsupportedError: its parameters have seen different numbers of updates.
-    """
+    """Return the number of updates of a group, for an optimizer that counts those of groups."""
     why = "this optimizer counts the updates of a param group"
     count = find_common_count(members, state, why)
     known = state.manifest.train.optimizer_step.values()

@@ -264,11 +264,7 @@ class WeightLocations:
         return f"{layer}.self_attention.linear_kv_up_proj.weight" in self._names
 
     def list_chunk_weights(self, rank: WriterRank, chunk: int) -> list[LocalWeight]:
-        """Return the weights of one model chunk of one rank, in the module's order.
-
-        Raises:
-            UsageError: the sizes do not divide the model.
-        """
+        """Return the weights of one model chunk of one rank, in the module's order."""
         at = self._chunks.index((rank.stage, chunk))
         layers = stages.assign_layers(self._sizes, self.layers, self._counts)
         share = make_share(at, layers, self.list_rank_experts(rank), self._mtp_at)
