@@ -18,7 +18,6 @@ class Gap:
 
     Args:
         fqn: the tensor before the gap in the record, or the first one after it.
-        dtype: the dtype of that tensor.
     """
 
     file: str

@@ -54,8 +54,6 @@ class Task:
 
     Args:
         counterparts: the stored values to compare with it.
-        digests: the digests of its content to compute.
-        signs: whether to count negative elements.
     """
 
     entry: Entry

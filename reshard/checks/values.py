@@ -33,7 +33,6 @@ class ElementFacts:
         nan, infinite, negative: numbers of such elements; -0 is not negative.
         first_nonfinite: the flat index of the first element that is NaN or infinite.
         first_negative: the flat index of the first negative element.
-        is_zero: whether every element is zero.
     """
 
     nan: int = 0

@@ -59,7 +59,6 @@ class Job(Generic[R]):
     Args:
         manifest: the source of the copies.
         shown: the source as the page of the report shows it.
-        skeleton: the files of the output.
         check: reads the headers of the written files and compares them with the plan.
         save_id: what the files state about the source and the options they were written with;
             empty: nothing.

@@ -25,7 +25,6 @@ class WriteResult:
 
     Args:
         resumed_bytes: bytes of it that an interrupted run had written.
-        notes: further facts for the report.
     """
 
     outcome: Outcome

@@ -52,9 +52,7 @@ class PickleContent(NamedTuple):
 
     Args:
         value: its root, without the stamp.
-        globals: every global that it names.
         storages: its storages, without positions.
-        stamp: the stamp, if it has one.
         is_known: whether an earlier file has an equal pickle, except for what states its rank.
     """
 

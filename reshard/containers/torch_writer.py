@@ -69,7 +69,6 @@ class Storage:
 
     Args:
         numel: its size in elements; elements that no part fills are zero.
-        parts: the parts that fill it.
         data: its whole content, if that is already known (a step counter).
     """
 

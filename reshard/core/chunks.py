@@ -27,7 +27,6 @@ class Chunk:
         file: path of the file that stores the block.
         byte_offset: offset of the block's first element in the file.
         byte_strides: distance in the file between neighbours along each dimension.
-        dtype: dtype of the stored elements.
         factor: number by which a stored element is multiplied to give the tensor's value.
     """
 

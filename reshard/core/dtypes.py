@@ -23,7 +23,6 @@ class DType:
 
     Args:
         name: torch's name, for example ``bfloat16``.
-        itemsize: bytes per element.
         family: only ``float`` is ever cast.
         safetensors: code in a safetensors header; empty if that format does not have the type.
         storage: class name in a ``torch.save`` stream; empty if torch has no such class.

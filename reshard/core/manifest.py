@@ -97,7 +97,6 @@ class Claim:
 
     Args:
         about: what the statement is about, for example "file name" or "step".
-        value: what the file states.
         evidence: the key or record of the file that makes the statement.
         expected: the value that follows from the name and directory of the file.
             None: every file that makes a claim about the same thing must state the same value.

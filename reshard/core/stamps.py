@@ -34,7 +34,6 @@ class Stamp:
     Args:
         save_id: equal in all files of one save, different in every other save.
         rank: the rank that the file belongs to, from 0 on.
-        world_size: the number of ranks of the save.
         step: the optimizer step of the save; None where the writer does not know it.
         file: the final name of the file, without its directory; empty if the writer of the
             stamp does not know it.

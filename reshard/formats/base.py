@@ -337,7 +337,6 @@ class StateConversion(Conversion):
     """The conversion of a training state, with its optimizer.
 
     Args:
-        writer: the layout to write.
         options: the options that only some writers use.
         request: the options of the output, with nothing left open.
         shapes: the model that the user named, or that a config beside the source describes.

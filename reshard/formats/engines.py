@@ -24,7 +24,6 @@ class LoadedForm:
 
     Args:
         format: the name of the format, or of the target.
-        names: paths of the files.
         has_optimizer: whether there is any optimizer state to lose.
         fsdp: version of FSDP in the program that loads it; None if that is unknown.
     """
@@ -45,12 +44,9 @@ class Defect:
     """One defect.
 
     Args:
-        engine: name of the distribution.
         checked: the versions in which it was seen.
         fixed: the first version known to be without it; empty if there is none.
         concerns: whether a form of checkpoint is affected.
-        effect: the consequence, as a sentence.
-        remedy: advice to the user.
         source: the place in the engine, or the run that showed the defect.
         fsdp: the only version of FSDP under which it occurs; None if it occurs without one.
     """

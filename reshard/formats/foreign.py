@@ -30,7 +30,6 @@ class _Library:
 
     Args:
         text: what its checkpoint is.
-        advice: what to do.
         saved: returns whether the library saved the files of a directory.
     """
 

@@ -42,9 +42,7 @@ class Request:
     """The options of an output, complete except for what its writer decides.
 
     Args:
-        world_size: number of ranks of the output.
         file: name of the output, if it is one file.
-        parallel: sizes of model parallelism.
         dtype: dtype of the module's parameters; None: as trained.
         rank_files: whether there is a file per rank in a layout that is DCP by default.
         fsdp_version: FSDP version of verl's files.

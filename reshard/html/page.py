@@ -100,7 +100,6 @@ class Page:
     """The report of one command.
 
     Args:
-        command: name of the command.
         title: path that the command read, or wrote.
         verdict: the outcome in a few words.
         facts: panels side by side.

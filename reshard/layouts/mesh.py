@@ -54,7 +54,6 @@ class TensorPlacement:
 
     Args:
         axes: axes of the tensor's own mesh, in order; empty if every rank stores a plain tensor.
-        cuts: one cut for each axis.
     """
 
     axes: Index

@@ -38,7 +38,6 @@ class FormConversion:
     """A mapping from the tensors of one form of a model to those of another form.
 
     Args:
-        model: the model, for messages.
         before: shapes of the tensors before the conversion.
         after: the tensors after it, in their order.
     """

@@ -54,8 +54,6 @@ class Traced:
     """A tensor as pieces of other tensors.
 
     Args:
-        shape: its shape.
-        pieces: the pieces.
         zeros: the rest, which is zero: padding, for example of a vocabulary.
     """
 

@@ -29,7 +29,6 @@ class Choice:
 
     Args:
         checkpointing: whether it needs activation checkpointing.
-        fits: whether it fits at all.
     """
 
     row: StrategyForecast

@@ -29,8 +29,6 @@ class Cluster:
     """The GPUs.
 
     Args:
-        gpus: GPUs of a node.
-        gpu_bytes: memory of a GPU.
         host_bytes: memory of a node; None if it is not known.
     """
 

@@ -85,7 +85,6 @@ class StrategyForecast:
     Args:
         parameters, gradients, masters, moments: model states on a GPU.
         gathered: parameters that are gathered for the layers that run now.
-        buckets: communication buffers.
         logits: logits, their float32 copy and the gradients of both.
         step: copies that the optimizer step makes.
         margin: memory that is left free.

@@ -84,8 +84,6 @@ class Saver:
     """The rank that saved a sharded tensor, as the tensor states it.
 
     Args:
-        rank: its number among all ranks.
-        world: the number of all ranks.
         needed: whether every rank has a block of the tensor that no other has.
     """
 

@@ -51,7 +51,6 @@ class ParsedTree:
     """The tree of all ranks, before any section is identified, and what is known about the files.
 
     Args:
-        world: number of ranks that saved.
         globals: names that the pickles refer to.
         differing: paths at which plain values of the ranks differ.
         plain_is_buffer: whether a plain tensor beside sharded ones is a buffer.

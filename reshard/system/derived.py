@@ -120,7 +120,6 @@ class ZeroBytes:
 
     Args:
         files: the files that have the other values of the tensor.
-        nbytes: the number of zero bytes.
     """
 
     files: tuple[str, ...]

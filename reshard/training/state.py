@@ -39,7 +39,6 @@ class Weight:
 
     Args:
         value: the entry that fills it: the fp32 master if there is one, else the trained weight.
-        dtype: its dtype in the module.
         is_buffer: whether it is known to be a buffer.
     """
 

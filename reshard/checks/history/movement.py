@@ -43,7 +43,6 @@ class Change:
     """What changed in some elements from one checkpoint to the next.
 
     Args:
-        elements: the number of elements that were compared.
         moved: the number of them whose weight has other bits.
         expected: the number of elements that must move, because the update that the optimizer's
             state implies is many times the rounding of the weight; 0 without such state. Some

@@ -246,7 +246,6 @@ class _Means:
 
     Args:
         merge: the merge of the last checkpoint, with the means as its weights.
-        averaged: what was averaged.
         merges: the merge of each checkpoint, up to the choice of its weights.
     """
 

@@ -134,7 +134,6 @@ class Matrix:
     """One matrix of a weight, and how it is quantised.
 
     Args:
-        values: the weight.
         dtype: the dtype in which values are read: bfloat16 if they are stored so, or float32.
         pair: the release's codes and scales of this weight.
         released: the release's values.

@@ -55,8 +55,6 @@ class Addition:
     """The changes that an adapter made to its base.
 
     Args:
-        adapter: its name.
-        base: the path of the base model.
         revision: the commit of the base model on the Hub; empty if it is not known.
         scales: factor of a product -> the number of weights that one with this factor was added to.
         dora: the number of weights with DoRA magnitudes.
@@ -90,18 +88,14 @@ class Merge(Conversion):
 
     Args:
         path: the first path that the user named as the source.
-        output: the path of the output.
         edited: a record of the edits of names.
         aliases: names of tied weights that transformers leaves out -> the name that is written;
             None if no form of the model was chosen.
         shapes: shapes that transformers gives the tensors in files; empty if nothing states them.
-        companions: the files that complete the model directory.
         has_config_of_other_model: whether the weights are known not to be those of its config.
         filled: the weights that come from another model.
-        weights: the weights to write.
         tied: further names of tied weights; see the option.
         untied: whether tied weights are written as copies.
-        skeleton: the files to write.
         adapter: the PEFT adapter to write; None: the whole model.
         addition: what the adapter changed in the base that it was added to; None: there is no base.
         worker_nbytes: the memory that each worker needs for quantised weights or means, in bytes.

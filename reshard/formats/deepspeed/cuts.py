@@ -58,7 +58,6 @@ class Cuts:
     ``notes`` are the decisions that a user should see, in order (a dict without values).
 
     Args:
-        where: the checkpoint, for messages.
         info: its ``universal_checkpoint_info``; empty if it has none.
         shapes: shapes of the parameters on the first tensor-parallel rank.
         ranks: number of tensor-parallel ranks; a single rank has every tensor whole.

@@ -53,7 +53,6 @@ class OptimizerContent:
     """What is read of a run's optimizer.
 
     Args:
-        stage: ZeRO stage.
         entries: master weights and slots.
         claims: file -> what it states about the partition that it holds.
         unnamed: why its numbered parameters have no names; None if they have.

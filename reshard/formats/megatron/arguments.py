@@ -50,12 +50,7 @@ _BUCKET = 40_000_000  # elements: the smallest default of --ddp-bucket-size
 
 @dataclass(frozen=True, slots=True)
 class Arguments:
-    """The arguments of one run; any of them may be missing.
-
-    Args:
-        source: the file that has them, for messages.
-        values: the arguments by name.
-    """
+    """The arguments of one run; any of them may be missing."""
 
     source: str
     values: Mapping[str, Any]

@@ -23,7 +23,6 @@ class Wanted:
     """The requested run.
 
     Args:
-        data: number of data-parallel ranks.
         zero: whether they share the optimizer (ZeRO-1).
         dtype: dtype of the weights; None: as trained.
     """

@@ -25,8 +25,6 @@ class ParameterCut:
     """The cut of a parameter over tensor-parallel ranks (``create_sharded_parameter_from_config``).
 
     Args:
-        stage: the pipeline stage whose rank saves it.
-        dim: the dim that is cut.
         parts: extents of the fused parts along it, each cut by itself; empty if there are none.
         texts: entries of its header that are the same for any number of ranks.
     """

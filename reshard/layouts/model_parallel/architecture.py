@@ -13,9 +13,7 @@ class Architecture:
 
     Args:
         source: the file or option that states the sizes, for messages.
-        heads: number of attention heads.
         groups: number of key-value heads, each of which a group of attention heads shares.
-        head_dim: elements of a head.
         vocab: rows of the embedding without padding.
         tied: whether the output layer is the embedding.
         delta: key heads, value heads, elements of a key head and of a value head of gated delta

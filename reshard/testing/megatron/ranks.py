@@ -29,8 +29,6 @@ class LoadJob:
     Args:
         checkpoint: the directory of the run.
         tokens: the file (``torch.save``) of the tokens for which logits are computed.
-        world: number of ranks.
-        directory: the directory for the results.
     """
 
     checkpoint: str

@@ -55,7 +55,6 @@ class Mixture:
         state: the whole model's, in the param groups of that run.
         counts: the experts of each layer, by the prefix of its names and in the model's order.
         sizes: the expert-parallel ranks that share each layer.
-        world: number of all ranks.
     """
 
     state: WritableState

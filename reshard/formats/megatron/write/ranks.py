@@ -74,8 +74,6 @@ class LocalWeight:
     """A weight on one rank.
 
     Args:
-        name: name in the rank's module.
-        shape: shape of the rank's tensor.
         blocks: (block of the whole tensor, block of the rank's).
         shared: whether the first and the last stage train it together (tied embedding).
     """
