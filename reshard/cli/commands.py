@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import click
 
-from reshard.cli.options import PATH, Group, take_options
+from reshard.cli.options import PATH, Group
 from reshard.cli.run import (
+    pop_options,
     print_message,
     run_reader,
     run_writer,
@@ -28,6 +30,11 @@ _destination = click.argument("destination", type=PATH)
 _json = click.option("--json", "as_json", is_flag=True, help="Print one JSON document on stdout.")
 _quiet = click.option("-q", "--quiet", is_flag=True, help="Print no progress and no report.")
 _verbose = click.option("-v", "--verbose", is_flag=True, help="Show tracebacks.")
+
+
+def _reported(function: Callable[..., None]) -> Callable[..., None]:
+    """Add the options of every command that shows a report."""
+    return _json(_quiet(_verbose(function)))
 
 
 @click.group(cls=Group, context_settings=_SETTINGS)
@@ -51,10 +58,9 @@ def inspect(sources: tuple[Path, ...], as_json: bool, **values: Any) -> None:
 
     Only headers are read. Pass several directories if each node stored its own files.
     """
-    from reshard.commands.inspect import InspectOptions
     from reshard.commands.inspect import inspect as run
 
-    show_result(run(sources, take_options(InspectOptions, values)), as_json=as_json)
+    show_result(run(sources, pop_options(values)), as_json=as_json)
 
 
 @cli.command(
@@ -68,9 +74,7 @@ def inspect(sources: tuple[Path, ...], as_json: bool, **values: Any) -> None:
 )
 @_sources
 @_destination
-@_json
-@_quiet
-@_verbose
+@_reported
 def merge(sources: tuple[Path, ...], destination: Path, **values: Any) -> None:
     """Write the full weights of SOURCE to DESTINATION.
 
@@ -79,9 +83,8 @@ def merge(sources: tuple[Path, ...], destination: Path, **values: Any) -> None:
     directory in Hugging Face format.
     """
     from reshard.commands.merge.command import merge as run
-    from reshard.commands.merge.options import MergeOptions
 
-    run_writer(run, MergeOptions, sources, destination, **values)
+    run_writer(run, sources, destination, **values)
 
 
 @cli.command(
@@ -95,9 +98,7 @@ def merge(sources: tuple[Path, ...], destination: Path, **values: Any) -> None:
 )
 @_sources
 @_destination
-@_json
-@_quiet
-@_verbose
+@_reported
 def average(sources: tuple[Path, ...], destination: Path, **values: Any) -> None:
     """Write the mean of the weights of several checkpoints.
 
@@ -106,9 +107,8 @@ def average(sources: tuple[Path, ...], destination: Path, **values: Any) -> None
     averaged.
     """
     from reshard.commands.average.command import average as run
-    from reshard.commands.average.options import AverageOptions
 
-    run_writer(run, AverageOptions, sources, destination, **values)
+    run_writer(run, sources, destination, **values)
 
 
 @cli.command(
@@ -120,9 +120,7 @@ def average(sources: tuple[Path, ...], destination: Path, **values: Any) -> None
 )
 @_sources
 @_destination
-@_json
-@_quiet
-@_verbose
+@_reported
 def split(sources: tuple[Path, ...], destination: Path, **values: Any) -> None:
     """Write a training state for other ranks.
 
@@ -146,9 +144,7 @@ def split(sources: tuple[Path, ...], destination: Path, **values: Any) -> None:
 )
 @_sources
 @_destination
-@_json
-@_quiet
-@_verbose
+@_reported
 def convert(sources: tuple[Path, ...], destination: Path, **values: Any) -> None:
     """Write a training state in another layout.
 
@@ -168,19 +164,16 @@ def convert(sources: tuple[Path, ...], destination: Path, **values: Any) -> None
 )
 @click.argument("a", type=PATH)
 @click.argument("b", type=PATH)
-@_json
-@_quiet
-@_verbose
+@_reported
 def diff(a: Path, b: Path, **values: Any) -> None:
     """Check whether two checkpoints are the same.
 
     A and B may have different layouts; all of the training state is compared. The exit code is 0 if
     they are the same, 1 if not.
     """
-    from reshard.commands.diff import DiffOptions
     from reshard.commands.diff import diff as run
 
-    run_reader(run, DiffOptions, a, b, **values)
+    run_reader(run, a, b, **values)
 
 
 @cli.command(
@@ -193,9 +186,7 @@ def diff(a: Path, b: Path, **values: Any) -> None:
     ],
 )
 @_sources
-@_json
-@_quiet
-@_verbose
+@_reported
 def verify(sources: tuple[Path, ...], **values: Any) -> None:
     """Check whether the checkpoint SOURCE is complete and sound.
 
@@ -204,9 +195,8 @@ def verify(sources: tuple[Path, ...], **values: Any) -> None:
     file is corrupt, 5 if a file is unsafe.
     """
     from reshard.commands.verify.command import verify as run
-    from reshard.commands.verify.options import VerifyOptions
 
-    run_reader(run, VerifyOptions, sources, **values)
+    run_reader(run, sources, **values)
 
 
 @cli.command(
@@ -218,9 +208,7 @@ def verify(sources: tuple[Path, ...], **values: Any) -> None:
     ],
 )
 @_source
-@_json
-@_quiet
-@_verbose
+@_reported
 def resume_check(source: Path, quiet: bool, **values: Any) -> None:
     """Check that training continues identically after a split.
 
@@ -229,14 +217,13 @@ def resume_check(source: Path, quiet: bool, **values: Any) -> None:
     6 if a program did not run to its end, so that nothing is known.
     """
     from reshard.commands.resume_check.command import resume_check as run
-    from reshard.commands.resume_check.options import ResumeCheckOptions
 
-    def run_with_messages(source: Path, chosen: ResumeCheckOptions, meter: Any) -> Any:
+    def run_with_messages(source: Path, chosen: Any, meter: Any) -> Any:
         if quiet:
             return run(source, chosen)
         return run(source, chosen, meter, print_message if meter else None, show_program)
 
-    run_reader(run_with_messages, ResumeCheckOptions, source, quiet=quiet, **values)
+    run_reader(run_with_messages, source, quiet=quiet, **values)
 
 
 @cli.command(
@@ -248,9 +235,7 @@ def resume_check(source: Path, quiet: bool, **values: Any) -> None:
     ],
 )
 @click.argument("sources", metavar="[SOURCE]...", nargs=-1, type=PATH)
-@_json
-@_quiet
-@_verbose
+@_reported
 def plan(sources: tuple[Path, ...], **values: Any) -> None:
     """Forecast the memory of each strategy and recommend one.
 
@@ -258,12 +243,11 @@ def plan(sources: tuple[Path, ...], **values: Any) -> None:
     and headers. The exit code is 0 if the recommended strategy fits, 1 if none does.
     """
     from reshard.commands.plan.command import plan as run
-    from reshard.commands.plan.options import PlanOptions
 
-    def run_at_once(paths: tuple[Path, ...], chosen: PlanOptions, _meter: Any) -> Any:
+    def run_at_once(paths: tuple[Path, ...], chosen: Any, _meter: Any) -> Any:
         return run(paths or None, chosen)
 
-    run_reader(run_at_once, PlanOptions, sources, **values)
+    run_reader(run_at_once, sources, **values)
 
 
 @cli.command(
@@ -280,10 +264,9 @@ def serve(sources: tuple[Path, ...], **values: Any) -> None:
     By default they are those of a merge to a directory in Hugging Face format. Nothing is written:
     every byte is computed when a client reads it.
     """
-    from reshard.commands.serve import ServeOptions
     from reshard.commands.serve import serve as run
 
-    run(sources, take_options(ServeOptions, values), print_message)
+    run(sources, pop_options(values), print_message)
 
 
 @cli.command(
@@ -304,9 +287,8 @@ def mount(sources: tuple[Path, ...], directory: Path, **values: Any) -> None:
     until DIRECTORY is unmounted.
     """
     from reshard.commands.mount import mount as run
-    from reshard.commands.unwritten_files import FilesOptions
 
-    run(sources, directory, take_options(FilesOptions, values), print_message)
+    run(sources, directory, pop_options(values), print_message)
 
 
 @cli.command(examples=[("reshard demo --keep files/", "and look at the files afterwards")])
@@ -325,6 +307,5 @@ def demo(keep: Path | None, verbose: bool) -> None:  # noqa: ARG001 - `main` rea
 
 def _split(sources: tuple[Path, ...], destination: Path, **values: Any) -> None:
     from reshard.commands.split.command import split as run
-    from reshard.commands.split.options import SplitOptions
 
-    run_writer(run, SplitOptions, sources, destination, **values)
+    run_writer(run, sources, destination, **values)

@@ -13,14 +13,18 @@ import click
 
 from reshard.cli.options import take_options
 from reshard.errors import ResourceError
-from reshard.options import Options
 
 _SHOWN_EVERY_S = 30.0  # between two lines if stderr is not a terminal
 
 
+def pop_options(values: dict[str, Any], **further: Any) -> Any:
+    """Remove the options of the running command from its values; return their dataclass."""
+    command: Any = click.get_current_context().command
+    return take_options(command.declared, values, **further)
+
+
 def run_reader(
     run: Callable[..., Any],
-    kind: type[Options],
     /,
     *paths: Any,
     as_json: bool,
@@ -31,9 +35,8 @@ def run_reader(
 
     Args:
         run: called with the paths, the options, and a progress bar if stderr is a terminal.
-        kind: the dataclass of the options.
     """
-    chosen = take_options(kind, values)
+    chosen = pop_options(values)
     report = run(*paths, chosen, show_progress if _shows_progress(quiet=quiet) else None)
     if not quiet or as_json:
         show_result(report, as_json=as_json)
@@ -42,7 +45,6 @@ def run_reader(
 
 def run_writer(
     run: Callable[..., Any],
-    kind: type[Options],
     sources: tuple[Path, ...],
     destination: Path,
     /,
@@ -62,7 +64,7 @@ def run_writer(
             if not team.first:
                 values["html"] = None  # one rank writes the page
             shows_progress = team.first and _shows_progress(quiet=quiet)
-            chosen = take_options(kind, values, team=team)
+            chosen = pop_options(values, team=team)
             report = run(sources, destination, chosen, show_progress if shows_progress else None)
     except torchrun.ReportedByFirstRankError as silent:
         raise click.exceptions.Exit(silent.exit_code) from silent
