@@ -21,8 +21,8 @@ from reshard.core.manifest import ParamGroup
 from reshard.errors import UnsupportedError, UsageError
 from reshard.formats.request import LiveTarget
 from reshard.formats.target_options import FsdpVersion
-from reshard.live.directory import open_directory
 from reshard.live.files import name_groups
+from reshard.live.patched_loads import open_directory
 from reshard.model import shapes_of
 
 _STATE_DICT_TYPES = {"FULL_STATE_DICT": "full", "SHARDED_STATE_DICT": "sharded"}

@@ -32,8 +32,7 @@ from reshard.live.files import (
     read_options,
 )
 from reshard.live.safe_load import load_safely
-from reshard.live.swapped_optimizer import SCALE, patch_swap_loading
-from reshard.live.unread import load_unread
+from reshard.live.swapped_optimizer import SCALE, load_unread, patch_swap_loading
 from reshard.model import shapes_of
 from reshard.system.attributes import replace_attributes
 

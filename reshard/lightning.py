@@ -190,7 +190,7 @@ def _build_checkpoint(trainer: Any, manifest: Manifest) -> dict[str, Any]:
 
     Source: Lightning 2.6 ``checkpoint_connector.py`` (``dump_checkpoint``).
     """
-    from reshard.live.extra_state import load_extra_state
+    from reshard.live.safe_load import load_extra_state
 
     extra = {key.removeprefix(_PREFIX): value for key, value in load_extra_state(manifest).items()}
     step, scheduler, scaler = (extra.pop(key, None) for key in ("step", "scheduler", "scaler"))

@@ -84,7 +84,7 @@ def load_states(states: dict[str, Any], source: formats.Paths) -> None:
             model.
     """
     from reshard.dcp.objects import fill_model_state, fill_optimizer_state
-    from reshard.live.extra_state import load_extra_state
+    from reshard.live.safe_load import load_extra_state
 
     objects = {name: value for name, value in states.items() if hasattr(value, "load_state_dict")}
     tensors = {name: value for name, value in states.items() if name not in objects}

@@ -21,8 +21,8 @@ from reshard.accelerate import choose_state_dict_type, find_fsdp_version, list_g
 from reshard.core.manifest import ParamGroup
 from reshard.errors import UnsupportedError
 from reshard.formats.request import LiveTarget
-from reshard.live.directory import open_directory
 from reshard.live.files import name_groups
+from reshard.live.patched_loads import open_directory
 from reshard.model import shapes_of
 
 __all__ = ["open_checkpoint"]

@@ -215,7 +215,7 @@ def test_only_the_commands_that_train_start_programs():
 WITH_NUMPY = (  # imported by functions only
     "reshard.filesystem",
     "reshard.live.safe_load",
-    "reshard.live.unread",
+    "reshard.live.swapped_optimizer",
     "reshard.engine.move.cast",
     "reshard.quantised.decode",
     "reshard.quantised.encode",

@@ -10,16 +10,20 @@ from torch.distributed.checkpoint import storage
 from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
 from torch.futures import Future
 
-from reshard import formats
+from reshard import formats, naming
 from reshard.checks.identity import Trust, check_identity
 from reshard.core.box import Box
 from reshard.core.manifest import Entry, Manifest
 from reshard.dcp.blocks import BlockRead, read, refuse_other_shape
 from reshard.dcp.target import Hyper, Keys, Resolved, State
 from reshard.dcp.values import PlainItems
-from reshard.errors import UsageError
-from reshard.formats.live_form import find_live_form
+from reshard.errors import UnsupportedError, UsageError
+from reshard.formats import registry
+from reshard.formats.base import Source
 from reshard.formats.values import dequantise
+from reshard.model import library
+from reshard.naming.options import NameOptions
+from reshard.naming.published import ModelConfig, choose_form, restore_memory_form
 from reshard.system.files import SourceFiles
 from reshard.system.paths import as_path
 
@@ -155,3 +159,29 @@ class StorageReader(storage.StorageReader):
         key = item.storage_index.fqn
         self._keys[key]  # the lookup resolves the key
         return self._keys.resolved[key]
+
+
+def find_live_form(manifest: Manifest) -> Manifest | None:
+    """Return the training state in the form that a live model of transformers has.
+
+    Returns:
+        None if the checkpoint has that form, or if nothing states a model of transformers.
+    """
+    source = registry.describe_source(manifest)
+    if not source.names.of_own_models:
+        return restore_memory_form(manifest)
+    try:
+        return _rename(manifest, source)
+    except (UsageError, UnsupportedError):  # no family fits, or transformers cannot build the model
+        return None
+
+
+def _rename(manifest: Manifest, source: Source) -> Manifest | None:
+    """Return a state whose names are of the format's own models under those of transformers."""
+    named = naming.choose_names(manifest, source.names, NameOptions())
+    if named.config is None:
+        return None
+    state = named.manifest
+    if library.may_be_converted(named.config):
+        state = choose_form(state, ModelConfig(named.config), "module").manifest
+    return state if source.translate is None else source.translate(state)[0]

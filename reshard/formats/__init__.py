@@ -11,7 +11,6 @@ Modules beside the packages of the formats:
     run         the choice of a checkpoint in a run directory
     beside      files beside tensors: the trainer's state, its scheduler, random states
     values      the values of weights that files store as codes and scales
-    live_form   the names, shapes and groups that a live model of transformers has
     placeholders
                 weights without elements, which ZeRO 3 leaves in a module
     engines     known defects of the engines that load checkpoints

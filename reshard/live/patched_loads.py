@@ -14,12 +14,16 @@ Files of other directories are loaded as always.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
+from reshard import formats
+from reshard.commands.split.options import SplitOptions
 from reshard.engine.move.on_demand import OnDemandFiles
+from reshard.formats.request import LiveTarget
+from reshard.live.files import create_names, log_report, open_live_files, read_options
 from reshard.live.safe_load import load_safely
 from reshard.system.attributes import replace_attributes
 
@@ -119,3 +123,30 @@ def _patch_read_data(own: Callable[..., Any], finder: _Finder) -> Callable[..., 
         return done
 
     return read_data
+
+
+@contextmanager
+def open_directory(
+    source: formats.Paths,
+    *,
+    decided: Mapping[str, Any],
+    given: Mapping[str, Any],
+    target: LiveTarget,
+    workers: int | None,
+) -> Iterator[Path]:
+    """Open a directory of names, whose content the library loads from memory in this block.
+
+    Every rank must enter the block. The report is in the log of rank 0.
+
+    Args:
+        decided: the options of `split` that the running program decides.
+        given: the options of `split` that the user passed.
+
+    Raises:
+        ReshardError: on every rank, if the source cannot be read, trusted or written so.
+    """
+    options = SplitOptions(**read_options(given, decided))
+    with open_live_files(source, options, target, workers=workers) as live:
+        log_report(live.report)
+        with create_names(live.files) as folder, patch_loads(live.files, folder):
+            yield folder

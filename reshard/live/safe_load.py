@@ -10,7 +10,14 @@ from typing import IO, Any
 
 import torch
 
+from reshard.containers import torch_writer
+from reshard.core.manifest import Manifest
+from reshard.engine.move.on_demand import OnDemandFiles
+from reshard.engine.planning.planner import Plan
 from reshard.errors import UnsafeError
+from reshard.state_dict import torch_state_dict
+from reshard.system.files import SourceFiles
+from reshard.training.copied_files import collect_own_tensors
 
 
 def load_safely(file: IO[bytes], name: str, map_location: Any = None) -> Any:
@@ -49,3 +56,25 @@ def _list_safe_globals() -> list[Any]:
 
         safe += [LossScaler, DynamicLossScaler, ZeroStageEnum, fragment_address]
     return safe
+
+
+_NAME = "extra.pt"
+
+
+def load_extra_state(manifest: Manifest) -> dict[str, Any]:
+    """Return scheduler, scaler, step and the script's own values; no class of a file runs code.
+
+    The values go through a file of ``torch.save`` in memory: enums, namespaces and tensors become
+    objects as `load_safely` allows them.
+
+    Raises:
+        UnsafeError: a value has a class that is not known to be safe.
+    """
+    extra = torch_state_dict.collect_extra_state(manifest.train)
+    skeleton = torch_writer.lay_out_object(_NAME, extra)
+    entries = {entry.key: entry for entry in collect_own_tensors(manifest.train).values()}
+    with SourceFiles() as pool:
+        files = OnDemandFiles(Plan(entries, skeleton), manifest.files, pool)
+        loaded: dict[str, Any] = load_safely(files.open(_NAME, checks=False), manifest.origin.path)
+        files.check()
+    return loaded

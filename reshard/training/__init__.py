@@ -9,8 +9,8 @@ fresh_adam    an Adam at step 0, for a source without an optimizer
 loss_scale    dynamic loss scalers of torch and DeepSpeed
 rng           random states of ranks
 schedules     learning-rate schedules for another number of ranks
-batch         the batch arithmetic of another number of ranks
-positions     positions in the data that each rank saved
+batch         the batch arithmetic of another number of ranks, and the positions in the data that
+              each rank saved
 copied_files  files that are copied unchanged
 companion_files
               config, tokenizer and processor files of the model; the progress of a run

@@ -14,7 +14,7 @@ import torch
 
 import reshard
 from reshard.errors import UnsupportedError, UsageError
-from reshard.formats.nanotron import costs
+from reshard.formats.nanotron import stages
 from tests.judged.test_nanotron import KEPT, copied  # noqa: F401
 from tests.judged.test_nanotron_target import is_same, list_files, load_file
 
@@ -43,8 +43,8 @@ def test_each_block_is_on_the_stage_that_build_model_gives_it():
     models = json.loads((KEPT / "stages.json").read_text())
     assert len(models) == 120
     for model in models:
-        cost = costs.list_blocks(model["config"])
-        made = dict(zip(cost, costs.assign_stages([*cost.values()], model["pp"]), strict=True))
+        cost = stages.list_costs(model["config"])
+        made = dict(zip(cost, stages.assign_stages([*cost.values()], model["pp"]), strict=True))
         assert made == {block: model["stages"][block] for block in cost}, model
     assert len({max(model["stages"].values()) for model in models}) > 3
 

@@ -2,6 +2,5 @@
 
 tags      the checkpoints of a run, and what their files state: steps, updates, learning rates
 movement  reads the same elements of all checkpoints, and counts what changed from one to the next
-bounds    how far an Adam can move a weight
 checks    the named checks
 """

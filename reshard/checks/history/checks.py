@@ -10,11 +10,11 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 
-from reshard.checks.history.bounds import bound_update, is_bounded
 from reshard.checks.history.movement import Change, Movement
 from reshard.checks.history.tags import Tag
 from reshard.checks.identity import find_conflicts
 from reshard.checks.result import Check, not_applicable
+from reshard.training.optimizers import bound_update, is_bounded
 from reshard.units import counted, some
 
 READABLE = "readable"  # every checkpoint of the run can be read

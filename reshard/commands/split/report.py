@@ -18,7 +18,7 @@ from reshard.formats.base import StateConversion, Writer
 from reshard.formats.request import Request
 from reshard.options import options_of
 from reshard.state_dict import torch_state_dict
-from reshard.training import copied_files, positions
+from reshard.training import batch, copied_files
 from reshard.training.state import WritableState
 
 
@@ -117,7 +117,7 @@ def describe_split(
     if is_new:
         report.derived += _note_cast_masters(state, request)
     if not request.weights_only:
-        report.warnings += positions.describe_positions(manifest, request.world_size)
+        report.warnings += batch.describe_positions(manifest, request.world_size)
     return report
 
 

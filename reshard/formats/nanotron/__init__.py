@@ -5,8 +5,8 @@
     slices      the block of a tensor that a rank's file stores, from its header
     optimizer   the ranks' optimizers: whole local tensors, or ZeRO-1's pieces of them
     reader      the whole checkpoint as one manifest
-    stages      the parameters of each pipeline stage, of the source and of other grids
-    costs       the stage that nanotron gives a block, by its cost
+    stages      the parameters of each pipeline stage, of the source and of other grids; the stage
+                that nanotron gives a block, by its cost
     layout      facts about the run beside its state: how parameters are cut, who trains them
     model       the traits of the run's model, from which its Hugging Face family follows
     begin       the run that a state of another framework becomes
