@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from reshard import units
-from reshard.core.manifest import WEIGHT_KINDS, Manifest, TrainState
+from reshard.core.manifest import WEIGHT_KINDS, Manifest
 
 _SHOWN = 3
 _SECTIONS = ("scheduler", "scaler", "rng", "client", "trainer_state", "opaque")
@@ -21,10 +21,12 @@ def count_leaves(manifest: Manifest) -> dict[str, Any]:
     weights = sum(entry.kind in WEIGHT_KINDS for entry in manifest.entries.values())
     weights += len(manifest.tied)
     slots = len(manifest.entries) + len(manifest.tied) - weights
+    counters = (manifest.train.step, manifest.train.samples, manifest.train.skipped_steps)
+    sections = sum(_count(value) for name in _SECTIONS if (value := getattr(manifest.train, name)))
     counts = {
         "weights": weights,
         "optimizer": slots + len(manifest.train.optimizer_step),
-        "train_state": _count_train_state(manifest.train),
+        "train_state": sections + sum(counter is not None for counter in counters),
     }
     read = sum(counts.values()) + len(manifest.unread)
     return {"read": read, **counts, "opaque": dict(manifest.unread)}
@@ -50,13 +52,6 @@ def describe_leaves(counts: dict[str, Any]) -> str:
     if opaque:
         text += f", {len(opaque)} not interpreted ({units.some(list(opaque), _SHOWN)})"
     return text
-
-
-def _count_train_state(train: TrainState) -> int:
-    """Return the number of values other than tensors that a framework or a script saved."""
-    counters = (train.step, train.samples, train.skipped_steps)
-    sections = sum(_count(value) for name in _SECTIONS if (value := getattr(train, name)))
-    return sections + sum(counter is not None for counter in counters)
 
 
 def _count(value: Any) -> int:

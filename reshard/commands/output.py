@@ -118,12 +118,12 @@ def convert(
             if occupied is not None:
                 from reshard.commands.existing_output import is_written
 
-                directory = _find_directory(output)
+                directory = output.parent if is_single_file(output) else output
                 if not is_written(
                     job.plan, job.manifest.files, job.save_id, directory, options.on_overflow
                 ):
                     raise occupied
-                report.add_existing()
+                report.done = report.already_there = True
             elif not options.dry_run:
                 written = write(job, output, options, meter)
                 report.add_result(written, verified=options.verify)
@@ -159,11 +159,6 @@ def forecast_job(job: Job[R], output: Path, options: OutputOptions) -> Forecast:
 def is_single_file(destination: str | Path) -> bool:
     """Return whether the name of a destination is that of one file, not of a directory."""
     return Path(destination).suffix in (".safetensors", *formats.PLAIN_SUFFIXES)
-
-
-def _find_directory(destination: Path) -> Path:
-    """Return the directory that the names of the planned files are relative to."""
-    return destination.parent if is_single_file(destination) else destination
 
 
 def resolve_destination(destination: str | Path) -> Path:

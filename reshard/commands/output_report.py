@@ -75,10 +75,6 @@ class OutputReport(Report):
         self.verified = verified
         self.done = True
 
-    def add_existing(self) -> None:
-        """Add that the destination has this output already, written from the same source."""
-        self.done = self.already_there = True
-
     def _format_written(self, nbytes: int) -> str:
         """Return the first line: what was written, or would be without ``--dry-run``."""
         if self.already_there:

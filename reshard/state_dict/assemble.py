@@ -120,11 +120,14 @@ def build_manifest(
     notes += _collect_notes(parts, parsed, read, {*entries, *tied})
     all_entries = [*entries.values(), *model_optimizers.iterate_slots(read, tied)]
     train = _build_train_state(parts, read)
+    models = dict.fromkeys(parts.other_models, "another state dict")
+    strays = dict.fromkeys(_find_stray_tensors(parts, train.objects), "a tensor outside the model")
+    devices = (leaf.device for leaf in parts.model.values() if isinstance(leaf, GlobalTensor))
     return Manifest(
         origin=replace(
             origin,
             mesh=origin.mesh or {"world": parsed.world},
-            device=_find_device(parts.model.values()),
+            device=next(filter(None, devices), ""),
             precision=origin.precision or find_precision(entries.values()),
         ),
         entries=index_entries(all_entries),
@@ -137,7 +140,7 @@ def build_manifest(
         warnings=(*warnings, *parsed.notes, *notes),
         unnamed_optimizers=tuple(path for one in read for path in one.unnamed_optimizers),
         unnamed=next((one.why_unnamed for one in read if one.why_unnamed), None),
-        unread=_describe_unread(parts, train.objects),
+        unread={**parts.unread, **models, **strays},
         unknown_globals=trust.list_unknown(parsed.globals),
         all_buffers_marked=all_marked,
         ordered=ordered or model is not None or bool(trained),
@@ -218,12 +221,6 @@ def _find_frozen(
     unstated = (fqn for fqn in idle if fqn in weights and weights[fqn].kind == PARAM)
     # An optimizer without any state has not made a step yet: then nothing shows what is frozen.
     return frozenset(unstated) if stated else frozenset()
-
-
-def _find_device(leaves: Iterable[Any]) -> str:
-    """Return the device type of the meshes of DTensors; empty if there are none."""
-    devices = (leaf.device for leaf in leaves if isinstance(leaf, GlobalTensor))
-    return next(filter(None, devices), "")
 
 
 def _resolve_step(
@@ -466,13 +463,6 @@ def _find_stray_tensors(parts: sections.Sections, kept: Container[str] = ()) -> 
         if not sections.RNG.search(path) and path not in kept
         for name in ([path] if is_tensor(value) else leaves.find_weights(value, path))
     ]
-
-
-def _describe_unread(parts: sections.Sections, kept: Container[str]) -> dict[str, str]:
-    """Describe each value that is not a weight, optimizer state or training state, by name."""
-    models = dict.fromkeys(parts.other_models, "another state dict")
-    strays = dict.fromkeys(_find_stray_tensors(parts, kept), "a tensor outside the model")
-    return {**parts.unread, **models, **strays}
 
 
 def _collect_notes(

@@ -256,15 +256,11 @@ def _read_progress(path: Path, manifest: Manifest) -> bytes:
     return format_json({**saved, **changed})
 
 
-def _list_adapter_configs(folder: Path) -> list[Path]:
-    """Return where PEFT stores configurations: one with a name is in a folder of that name."""
-    folders = [folder, *(child for child in sorted(folder.iterdir()) if child.is_dir())]
-    return [each / ADAPTER_CONFIG for each in folders]
-
-
 def _list_companions(folder: Path) -> list[Path]:
     """Return the files of a model and of its adapters, and the run's progress, where they are."""
-    adapters = [path for path in _list_adapter_configs(folder) if path.is_file()]
+    folders = [folder, *(child for child in sorted(folder.iterdir()) if child.is_dir())]
+    # PEFT stores the configuration of an adapter with a name in a folder of that name.
+    adapters = [path for each in folders if (path := each / ADAPTER_CONFIG).is_file()]
     found = find_companions(None, [folder])
     paths = list(found.others)
     if adapters and not paths:  # PEFT's directories have no config.json

@@ -73,7 +73,9 @@ def select_adapter(merge: Merge) -> Merge:
     }
     shapes |= {alias: shapes[kept] for alias, kept in tied.items() if kept in shapes}
     parts = names.find_parts(shapes)
-    name = merge.options.adapter or find_only_name(parts)
+    present = {each.adapter for each in parts}
+    only = present.pop() if len(present) == 1 else ""
+    name = merge.options.adapter or only or names.DEFAULT
     unknown = names.find_unknown(shapes)
     if unknown:
         raise UnsupportedError(
@@ -97,12 +99,6 @@ def select_adapter(merge: Merge) -> Merge:
         [*_note_trained_base(manifest, saved, parts), *_note_empty_files(manifest, near)],
     )
     return replace(merge, manifest=keys.select(manifest, saved), adapter=adapter, tied="keep")
-
-
-def find_only_name(parts: Sequence[AdapterPart]) -> str:
-    """Return the name of the adapter that the tensors belong to; the usual one if not stated."""
-    present = {each.adapter for each in parts}
-    return present.pop() or names.DEFAULT if len(present) == 1 else names.DEFAULT
 
 
 def _find_name_in_tensors(

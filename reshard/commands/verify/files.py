@@ -66,7 +66,9 @@ def check_included(
 ) -> VerifyReport:
     """Check the files with a matching name against a manifest."""
     began = time.perf_counter()
-    _refuse_options(options)
+    if not options.against:
+        raise UsageError("--include", "needs a manifest", "pass --against FILE")
+    options.refuse_beside("--include", *_OF_WHOLE_CHECKPOINT)
     listed = read(as_path(options.against or "")).files
     chosen = _choose_files(listed, options)
     report = VerifyReport(str(sources[0]), names.FILES, options.given())
@@ -114,13 +116,6 @@ def _find_problem(
     other = find_other_blocks(digests, path, blocks, workers=workers)
     shown = some([f"{start}-{stop}" for start, stop in other])
     return f"its contents differ from those in the manifest in bytes {shown}" if other else ""
-
-
-def _refuse_options(options: VerifyOptions) -> None:
-    """Refuse options that need the whole checkpoint."""
-    if not options.against:
-        raise UsageError("--include", "needs a manifest", "pass --against FILE")
-    options.refuse_beside("--include", *_OF_WHOLE_CHECKPOINT)
 
 
 def _choose_files(listed: Sequence[FileDigests], options: VerifyOptions) -> list[FileDigests]:

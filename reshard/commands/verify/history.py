@@ -156,7 +156,9 @@ def _read_all(
     for number, place in found.items():
         if place is None:
             continue
-        name = _name_checkpoint(place, sources)
+        directory = str(place.directories[0])
+        above = next((f"{path}/" for path in sources if directory.startswith(f"{path}/")), "")
+        name = directory.removeprefix(above)
         manifest = _read(place, options)
         if isinstance(manifest, Check):
             unreadable[name] = manifest
@@ -164,13 +166,6 @@ def _read_all(
             tags.append(Tag(name, number, manifest))
     interrupted = [number for number, place in found.items() if place is None]
     return History(tags, (), unreadable, interrupted, options.deep)
-
-
-def _name_checkpoint(place: Location, sources: Sequence[Path]) -> str:
-    """Return the path of a checkpoint below the run."""
-    directory = str(place.directories[0])
-    above = next((f"{path}/" for path in sources if directory.startswith(f"{path}/")), "")
-    return directory.removeprefix(above)
 
 
 def _read(place: Location, options: VerifyOptions) -> Manifest | Check:

@@ -255,6 +255,7 @@ def _assemble(
         warnings += _warn_of_quantised(first)
     opened = [*(model.file for model in models), *layers, *(rank.file for rank in ranks)]
     without_frozen = _excludes_frozen(first, stage)
+    paths = {piece.file for piece in swapped.values()}
     return Manifest(
         origin=Origin(
             format="deepspeed",
@@ -270,7 +271,7 @@ def _assemble(
         ),
         entries=index_entries(entries),
         files={file.path: _describe_source(file, optimizer) for file in opened}
-        | _describe_swap_files(swapped),
+        | {path: SourceFile(path, get_size(path)) for path in sorted(paths)},
         train=replace(
             optimizer.train,
             updates_at_start=list_possible_initial_updates(
@@ -295,11 +296,6 @@ def _assemble(
 def _describe_source(file: TorchFile, optimizer: OptimizerContent) -> SourceFile:
     source, claims = file.source(), optimizer.claims.get(file.path)
     return replace(source, claims=(*source.claims, *claims)) if claims else source
-
-
-def _describe_swap_files(swapped: stage3.Swapped) -> dict[str, SourceFile]:
-    paths = {piece.file for piece in swapped.values()}
-    return {path: SourceFile(path, get_size(path)) for path in sorted(paths)}
 
 
 def _read_optimizer(

@@ -63,7 +63,8 @@ def read(location: Location, rules: Path | None = None) -> Manifest:
     model = models[0]
     module = model.module
     files: dict[str, TorchFile] = {state.file.path: state.file for state in models}
-    per_rank = _has_model_file_per_rank(models)
+    # Each file is a model-parallel rank's, or a data-parallel rank's.
+    per_rank = not Path(models[0].file.path).name.startswith("zero_pp_rank_")
     ranks = find_source_ranks(models if per_rank else models[:1], str(location), rules)
     shapes = {fqn: shape for group in ranks.shapes for fqn, shape in group.items()}
     fqns = {name: fqn for fqn, name in model.wrapped_names.items()}
@@ -77,6 +78,7 @@ def read(location: Location, rules: Path | None = None) -> Manifest:
     entries += _read_module(models, ranks, masters, tied, per_rank=per_rank)
     position = {name: index for index, name in enumerate(module)}
     entries.sort(key=lambda entry: position.get(entry.fqn, len(position)))
+    stage = order.get_zero_section(model.config).get("stage")  # of the run that was converted
     manifest = Manifest(
         origin=Origin(
             format="deepspeed-universal",
@@ -85,7 +87,7 @@ def read(location: Location, rules: Path | None = None) -> Manifest:
             versions={"deepspeed": model.version},
             mesh={"world": model.data_ranks or 1},
             precision=_find_precision(model),
-            zero_stage=_find_configured_stage(model),
+            zero_stage=stage if isinstance(stage, int) and stage in range(4) else None,
         ),
         entries=index_entries(entries),
         files={path: file.source() for path, file in files.items()},
@@ -165,11 +167,6 @@ def _open_models(location: Location) -> list[ModelStates]:
             "copy it here from the directory that was converted",
         )
     return map_files([path for _, path in sorted(sharded.items())], open_model)
-
-
-def _has_model_file_per_rank(models: Sequence[ModelStates]) -> bool:
-    """Return whether each file is a model-parallel rank's, and not a data-parallel rank's."""
-    return not Path(models[0].file.path).name.startswith("zero_pp_rank_")
 
 
 def _make_entry(
@@ -278,12 +275,6 @@ def _find_precision(model: ModelStates) -> str:
         if order.get_section(model.config, key).get("enabled") is True:
             return name
     return "float32"
-
-
-def _find_configured_stage(model: ModelStates) -> int | None:
-    """Return the stage of the run that the checkpoint was converted from, if its config has one."""
-    stage = order.get_zero_section(model.config).get("stage")
-    return stage if isinstance(stage, int) and stage in range(4) else None
 
 
 def _list_warnings(model: ModelStates) -> Iterator[str]:

@@ -12,12 +12,12 @@ from itertools import takewhile
 from math import prod
 from pathlib import Path
 
-from reshard.core.box import Index, whole
+from reshard.core.box import whole
 from reshard.core.manifest import Entry
 from reshard.errors import UnsupportedError
 from reshard.formats.deepspeed.cuts import Cuts
 from reshard.formats.deepspeed.states import ModelStates, Shapes
-from reshard.layouts.model_parallel.shards import Split, scale_shares
+from reshard.layouts.model_parallel.shards import scale_shares
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +52,7 @@ class SourceRanks:
             return entry
         split = self.cuts.find_split(entry.fqn, local)
         # Only a join along dim 0 that does not fit the cut needs a correction.
-        expected = _compute_whole_shape(local, split, self.tensor)
+        expected = tuple(n * self.tensor if dim == split.dim else n for dim, n in enumerate(local))
         if entry.shape != (local[0] * self.tensor, *local[1:]) or entry.shape == expected:
             return scale_shares(entry, split, self.tensor)
         if split.dim is not None:
@@ -99,8 +99,3 @@ def find_source_ranks(models: Sequence[ModelStates], where: str, rules: Path | N
         rules=rules,
     )
     return SourceRanks(tensor, len(models) // tensor, shapes, cuts)
-
-
-def _compute_whole_shape(local: Index, split: Split, ranks: int) -> Index:
-    """Return the shape of a tensor that ranks share, from the shape that each has."""
-    return tuple(n * ranks if dim == split.dim else n for dim, n in enumerate(local))

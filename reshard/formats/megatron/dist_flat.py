@@ -177,10 +177,9 @@ class FlatBuffers:
 
     def _saves(self, rank: GridPosition, number: int) -> bool:
         """Return whether a rank saves a buffer; only the first experts' ranks save dense ones."""
-        return number > 0 or rank.ep == self._first_ep(rank.tp)
-
-    def _first_ep(self, tp: int) -> int:
-        return min(ep for other, ep in directory.list_saving_ranks(self._args) if other == tp)
+        return number > 0 or rank.ep == min(
+            ep for other, ep in directory.list_saving_ranks(self._args) if other == rank.tp
+        )
 
     def _get_group(self, rank: GridPosition, *, experts: bool) -> int:
         """Return the number of a model-parallel group, ``dp_group_idx`` (get_megatron_optimizer).

@@ -53,7 +53,8 @@ def join_ranks(ranks: Mapping[GridPosition, Manifest], args: Arguments, table: T
     # The loops have seen some ranks several times: all but the entries is joined once, from all.
     whole = combine.join_stages(stages)
     joined = join(ordered, sort_entries(whole.entries.values()))
-    return _tie_embeddings(_order_groups(joined), args)
+    position = {entry.fqn: at for at, entry in enumerate(joined.of_kind(PARAM))}
+    return _tie_embeddings(replace(joined, train=joined.train.sort_groups(position)), args)
 
 
 def _select(manifest: Manifest, table: Table, *, experts: bool) -> Manifest:
@@ -95,12 +96,6 @@ def _check_latent(name: str, shape: Index, split: Split, args: Arguments) -> Non
             f" total, but the arguments state {width}",
             "state with --rules FILE whether the ranks cut it (cut: column or cut: replicated)",
         )
-
-
-def _order_groups(manifest: Manifest) -> Manifest:
-    """Return a manifest whose param groups are in the order of its weights, as on one rank."""
-    position = {entry.fqn: at for at, entry in enumerate(manifest.of_kind(PARAM))}
-    return replace(manifest, train=manifest.train.sort_groups(position))
 
 
 def sort_entries(entries: Iterable[Entry]) -> list[Entry]:

@@ -54,7 +54,9 @@ def list_params(
         if share.has_mtp and not share.begins and names.EMBEDDING in whole:
             fqns.append(names.EMBEDDING)  # MTP layers have a copy, too
         ordered = sorted(fqns, key=order.sort_key)
-        shapes = {fqn: _get_local_shape(fqn, whole, rank, args, table) for fqn in ordered}
+        shapes = {
+            fqn: _list_blocks(fqn, _get_stored(fqn, whole), rank, args, table)[0] for fqn in ordered
+        }
         dtypes = {fqn: _get_stored(fqn, whole).dtype.name for fqn in ordered}
         params += [
             # GroupedMLP's parameters are not among the model's names: they take the first one's
@@ -77,12 +79,6 @@ def _list_shares(rank: GridPosition, args: Arguments) -> Iterator[ChunkShare]:
 
 def _get_stored(fqn: str, whole: Mapping[str, Entry]) -> Entry:
     return whole[names.EMBEDDING if fqn == names.OUTPUT and fqn not in whole else fqn]
-
-
-def _get_local_shape(
-    fqn: str, whole: Mapping[str, Entry], rank: GridPosition, args: Arguments, table: Table
-) -> Index:
-    return _list_blocks(fqn, _get_stored(fqn, whole), rank, args, table)[0]
 
 
 def _list_blocks(

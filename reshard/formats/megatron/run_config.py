@@ -103,7 +103,9 @@ def read(location: Location) -> tuple[dict[str, Any], list[TorchFile]]:
     if not isinstance(root, dict) or not isinstance(root.get("model"), dict):
         raise CorruptError(path, "has no section 'model', expected Megatron-Bridge's configuration")
     expect(path, root, _KINDS, NAME)
-    root = {**root, "model": _join_fields(root["model"])}
+    model = root["model"]
+    inner = model.get("transformer")
+    root = {**root, "model": {**inner, **model} if isinstance(inner, dict) else dict(model)}
     expect(path, root["model"], _SIZES, "model")
     _refuse_what_args_cannot_state(str(path), root)
     args = _derive(root)
@@ -117,12 +119,6 @@ def read(location: Location) -> tuple[dict[str, Any], list[TorchFile]]:
     with SourceFiles() as pool:
         counts = {name: read_counter(state.get(name), pool) for name in _SAMPLES}
     return {**args, **{k: int(v) for k, v in counts.items() if isinstance(v, (int, float))}}, [file]
-
-
-def _join_fields(model: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the fields of a model with those of its layers."""
-    inner = model.get("transformer")
-    return {**inner, **model} if isinstance(inner, dict) else dict(model)
 
 
 def _refuse_what_args_cannot_state(path: str, root: Mapping[str, Any]) -> None:

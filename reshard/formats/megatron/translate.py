@@ -37,7 +37,10 @@ _OPAQUE = frozenset(("checkpoint_version", "content_metadata", rank_states.OPAQU
 def translate(manifest: Manifest) -> tuple[Manifest, list[str]]:
     """Return a training state with what is beside its tensors translated, and notes."""
     train = manifest.train
-    groups = _merge_groups(train.param_groups)
+    # Without Megatron's own settings, the experts' groups join those with the same settings.
+    groups = join_groups(
+        [replace(group, hyper=_translate_group(group.hyper))] for group in train.param_groups
+    )
     ranks = manifest.origin.world // parse_mesh(manifest.origin.mesh).model
     arguments = train.config if isinstance(train.config, Mapping) else {}
     translated = replace(
@@ -48,11 +51,6 @@ def translate(manifest: Manifest) -> tuple[Manifest, list[str]]:
         opaque={name: value for name, value in train.opaque.items() if name not in _OPAQUE},
     )
     return replace(manifest, train=translated), [*_describe(train, len(groups))]
-
-
-def _merge_groups(groups: tuple[ParamGroup, ...]) -> tuple[ParamGroup, ...]:
-    """Return groups without Megatron's own settings, which separate the experts' groups."""
-    return join_groups([replace(group, hyper=_translate_group(group.hyper))] for group in groups)
 
 
 def _translate_group(hyper: Mapping[str, Any]) -> dict[str, Any]:

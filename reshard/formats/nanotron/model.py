@@ -5,9 +5,6 @@ Source: nanotron at 2411b02 ``config/models_config.py``, ``models/{llama,qwen}.p
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from typing import Any
-
 from reshard.core.manifest import PARAM, Manifest
 from reshard.formats.nanotron import layout
 from reshard.formats.nanotron.directory import MODEL_CONFIG
@@ -53,10 +50,5 @@ def find_traits(manifest: Manifest) -> Traits | None:
         linear_bias=False,
         qkv_bias=(PARAM, _QKV_BIAS) in manifest.entries,
         tied=bool(config.get("tie_word_embeddings")),
-        odd=tuple(_list_odd(config)),
+        odd=tuple(text for key, text in _ODD.items() if config.get(key)),
     )
-
-
-def _list_odd(config: Mapping[str, Any]) -> Iterator[str]:
-    """Yield the features that the model of transformers does not have."""
-    return (text for key, text in _ODD.items() if config.get(key))

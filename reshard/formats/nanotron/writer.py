@@ -152,7 +152,7 @@ class _RunWriter:
         if wanted.zero:
             kind = "ZeroDistributedOptimizer"
             shapes = {
-                fqn: self._find_local_shape(fqn)
+                fqn: self._find_part(self._members[fqn].weight, 0).local
                 for group in self._known.stages[0].groups
                 for fqn in group.fqns
             }
@@ -169,9 +169,6 @@ class _RunWriter:
             "expert_parallel_size": "1",
         }
         return {"type": kind, "parallelism": sizes, "configs": configs}
-
-    def _find_local_shape(self, fqn: str) -> Index:
-        return self._find_part(self._members[fqn].weight, 0).local
 
     def _iterate_offsets(self, numel: int) -> Iterator[tuple[str, list[str]]]:
         for rank in range(self._wanted.data):

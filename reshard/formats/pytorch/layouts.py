@@ -46,7 +46,9 @@ def lay_out(name: str, state: WritableState, request: Request) -> LaidOut:
     """
     has_moments = not (request.weights_only or request.separate_masters or request.own)
     flat = describe_slots_of_flat_tensors(state) if has_moments else None
-    if flat and _has_whole_parameters(name, request):
+    flat_verl = name == "verl" and request.fsdp_version == 1
+    is_whole = name in (NAME, "fsdp2", "verl") and not flat_verl
+    if flat and (is_whole or request.state_dict_type == "unsharded"):
         raise UnsupportedError(
             state.manifest.origin.path,
             flat,
@@ -56,13 +58,6 @@ def lay_out(name: str, state: WritableState, request: Request) -> LaidOut:
     laid_out = LAYOUTS[name](state, request)
     notes = [f"only FSDP 1 continues from this optimizer: {flat}"] if flat else []
     return laid_out._replace(notes=(*laid_out.notes, *notes))
-
-
-def _has_whole_parameters(name: str, request: Request) -> bool:
-    """Return whether the optimizer of the new run has whole parameters, not flat ones of FSDP 1."""
-    flat_verl = name == "verl" and request.fsdp_version == 1
-    by_layout = name in (NAME, "fsdp2", "verl") and not flat_verl
-    return by_layout or request.state_dict_type == "unsharded"
 
 
 def lay_out_dcp(state: WritableState, request: Request) -> LaidOut:

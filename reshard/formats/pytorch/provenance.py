@@ -82,10 +82,3 @@ def describe_files(location: Location) -> str:
     if any(directory.is_of_rank(name) and not _RANDOM.match(name) for name in location.files):
         kinds.append("rank files")
     return ", ".join(kinds) or "state dict"
-
-
-def find_versions(parsed: ParsedTree) -> dict[str, str]:
-    """Return the versions of libraries that a part states."""
-    root = parsed.root if isinstance(parsed.root, dict) else {}
-    version = root.get("pytorch-lightning_version")
-    return {"lightning": str(version)} if isinstance(version, str) else {}

@@ -86,11 +86,13 @@ def read(
     first = saved[0][0]
     place = next(iter(folders.values()), location)
     run_of_trainer = trainer_run.read(trainer, f"{location}/{beside.TRAINER_STATE}")
+    root = first.root if isinstance(first.root, dict) else {}
+    version = root.get("pytorch-lightning_version")
     origin = Origin(
         format=provenance.detect_framework(place, first, run_of_trainer),
         path=str(location),
         detail=provenance.describe_files(place),
-        versions=provenance.find_versions(first),
+        versions={"lightning": str(version)} if isinstance(version, str) else {},
     )
     by_blocks = beside.is_verl_with_fsdp_1(location)
     model_hint = ModelHint(model, wrap, by_blocks=by_blocks) if model else None

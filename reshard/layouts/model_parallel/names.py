@@ -297,7 +297,8 @@ class _FromHf(_Renaming):
         for entry in entries:
             part = self._parts[entry.fqn]
             if part.line.is_plain:
-                whole.append(self._rename_plain(entry))
+                name = self.find_new_names(entry.fqn)[0]
+                whole.append(replace(entry, fqn=name, kind=self._find_kind(entry, name)))
                 continue
             self.check_shape(entry, plain=False)
             for number in self._list_slices(entry.fqn, part):
@@ -311,10 +312,6 @@ class _FromHf(_Renaming):
                 pieces[part.number] = self.add(piece, -part.line.added)
         for item in whole:
             yield item if isinstance(item, Entry) else self._fuse(item, *gathered[item])
-
-    def _rename_plain(self, entry: Entry) -> Entry:
-        name = self.find_new_names(entry.fqn)[0]
-        return replace(entry, fqn=name, kind=self._find_kind(entry, name))
 
     def _find_kind(self, entry: Entry, name: str) -> str:
         """Return the kind of a tensor under its new name: a parameter may be a buffer there."""

@@ -12,7 +12,7 @@ from reshard.containers.pickles.values import Call
 from reshard.containers.torch_writer import Slot, Storage, build_whole_tensor
 from reshard.core.box import Index
 from reshard.formats.deepspeed.expert_layout import parse_expert_name
-from reshard.formats.deepspeed.write.objects import UNIVERSAL_VERSION, WRITTEN_AS, make_torch_size
+from reshard.formats.deepspeed.write.objects import UNIVERSAL_VERSION, WRITTEN_AS
 from reshard.formats.deepspeed.write.pipeline import Layer
 from reshard.formats.deepspeed.write.spec import OutputSpec, adapt_args
 from reshard.formats.deepspeed.write.stage0 import make_optimizer
@@ -166,4 +166,4 @@ def _list_shared_params(spec: OutputSpec) -> dict[str, str]:
 
 def _make_size(spec: OutputSpec, shape: Index) -> Index | Call:
     """Return a ``torch.Size``; a tuple in runs with experts, of which the engine saves a copy."""
-    return shape if spec.experts else make_torch_size(shape)
+    return shape if spec.experts else Call("torch.Size", (shape,))

@@ -14,7 +14,6 @@ from typing import Any
 
 from reshard.containers.pickles.values import Call, Global
 from reshard.containers.torch_writer import Slot, build_number
-from reshard.core.box import Index
 from reshard.errors import UsageError, shown
 from reshard.training import optimizers
 
@@ -24,11 +23,6 @@ UNSCALED = {"cur_scale": 1.0, "dynamic": False}  # the loss scaler of runs in bf
 
 _SCALERS = "deepspeed.runtime.fp16.loss_scaler"
 _DYNAMIC_KEYS = ("last_overflow_iter", "scale_factor", "scale_window")  # of a scaler at stage 0
-
-
-def make_torch_size(shape: Index) -> Call:
-    """Return a ``torch.Size``."""
-    return Call("torch.Size", (shape,))
 
 
 def make_stage_enum(stage: int) -> Call:
