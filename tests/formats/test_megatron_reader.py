@@ -37,10 +37,10 @@ from reshard.errors import (
 from reshard.formats.megatron import (
     buckets,
     dist_flat,
+    flat_buffers,
     frozen,
     grouped,
     names,
-    optimizer,
     train,
     translate,
 )
@@ -180,7 +180,7 @@ def test_weights_are_read_beside_buffers_without_frozen_parameters(monkeypatch, 
     def tell_nothing(*_):
         raise frozen.Ambiguous("two parameters")
 
-    monkeypatch.setattr(optimizer, "choose_trained", tell_nothing)
+    monkeypatch.setattr(flat_buffers, "choose_trained", tell_nothing)
     monkeypatch.setattr(
         dist_flat.FlatBuffers, "_get_unpadded", lambda _self, _group, _number, stored: stored[:1]
     )
@@ -344,7 +344,7 @@ def test_a_flat_buffer_that_no_parameter_fills_is_refused(ranks):
 
 
 def test_a_flat_buffer_of_torch_dist_that_no_parameter_fills_is_refused(monkeypatch):
-    monkeypatch.setattr(dist_flat.optimizer, "group_buffers", lambda _params, _args: [])
+    monkeypatch.setattr(dist_flat.flat_buffers, "group_buffers", lambda _params, _args: [])
     with pytest.raises(CorruptError, match="has flat buffer 0, which no parameter"):
         formats.read(DIST)
 

@@ -8,10 +8,12 @@
     names       local, global and stacked names
     order       the order of a model's parameters
     grouped     tensors that store several parameters, or one whose heads are in an old order
-    buckets     the distributed optimizer's flat buffers
+    buckets     the layout of the distributed optimizer's flat buffers
+    flat_buffers
+                the parameters and the slots in these buffers
     frozen      which parameters an optimizer has if the run froze some
     groups      which param group a parameter is in
-    optimizer   every form of a rank's optimizer
+    optimizer   the other forms of a rank's optimizer
     rank        one rank's files
     model       the parameters of a rank, if no file lists them
     share       the layers and experts of a model chunk

@@ -44,6 +44,7 @@ from reshard.formats.megatron import (
     arguments,
     directory,
     dist_flat,
+    flat_buffers,
     grid,
     names,
     optimizer,
@@ -208,7 +209,7 @@ def _read_buffers(
                 " is that of another model, or Megatron padded the vocabulary",
                 _ADVICE_EXPORTED,
             ) from error
-        if not isinstance(error, optimizer.SmallBufferError):
+        if not isinstance(error, flat_buffers.SmallBufferError):
             raise
         # The weights are stored apart from the buffers, so they are complete without them.
         return [], UnnamedOptimizer(error.problem, advice=error.remedy)

@@ -17,7 +17,15 @@ from reshard.core.chunks import Chunk
 from reshard.core.manifest import MASTER, PARAM, Entry, Manifest, Origin, index_entries
 from reshard.core.schema import COUNT, expect, sequence
 from reshard.errors import CorruptError
-from reshard.formats.megatron import buckets, directory, grid, grouped, model, optimizer
+from reshard.formats.megatron import (
+    buckets,
+    directory,
+    flat_buffers,
+    grid,
+    grouped,
+    model,
+    optimizer,
+)
 from reshard.formats.megatron.arguments import Arguments
 from reshard.formats.megatron.buckets import Param
 from reshard.formats.megatron.directory import GridPosition
@@ -160,7 +168,7 @@ class FlatBuffers:
             if group in self._buckets and self._saves(rank, number):
                 entries += self._unpack(group, own, self._make_sample(rank))
             elif group in self._states and self._saves(rank, number):
-                entries += optimizer.read_flat(
+                entries += flat_buffers.read_flat(
                     self._states[group],
                     1,
                     own,
@@ -210,9 +218,9 @@ class FlatBuffers:
     def _unpack(
         self, group: tuple[int, int], params: Sequence[RankParam], sample: Sample
     ) -> Iterator[Entry]:
-        buffers = optimizer.group_buffers(params, self._args)
+        buffers = flat_buffers.group_buffers(params, self._args)
         stored = self._buckets[group]
-        optimizer.refuse_unfilled_buffers(self._path, stored, len(buffers))
+        flat_buffers.refuse_unfilled_buffers(self._path, stored, len(buffers))
         for number, (chunk, members) in enumerate(buffers):
             if number not in stored:
                 raise CorruptError(
@@ -231,12 +239,12 @@ class FlatBuffers:
                     fitted = buckets.fit_buckets(own, numels)
                 what = f"buffer {number} of group {group[1]}"
                 if fitted is None:
-                    raise optimizer.make_layout_error(self._path, what, members, sum(numels))
+                    raise flat_buffers.make_layout_error(self._path, what, members, sum(numels))
                 for bucket, tensor in zip(fitted, ordered, strict=True):
                     pieces = [(chunk.box.origin[0], chunk) for chunk in tensor.chunks]
                     if not _respect_edges(bucket.members, pieces):
-                        raise optimizer.make_layout_error(self._path, what, members, sum(numels))
-                    yield from optimizer.split_flat(slot, bucket.members, pieces)
+                        raise flat_buffers.make_layout_error(self._path, what, members, sum(numels))
+                    yield from flat_buffers.split_flat(slot, bucket.members, pieces)
 
     def _leave_out_frozen(
         self,
@@ -258,7 +266,7 @@ class FlatBuffers:
             for bucket, numel in zip(pieces, numels, strict=False)
         ]
         size = self._args.get_bucket_size(stage=0, chunk=chunk)
-        return optimizer.leave_out_frozen(members, size, inside, sample) or members
+        return flat_buffers.leave_out_frozen(members, size, inside, sample) or members
 
     def _get_unpadded(
         self, group: tuple[int, int], number: int, stored: Sequence[int]

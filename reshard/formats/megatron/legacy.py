@@ -28,6 +28,7 @@ from reshard.errors import MIXED, CorruptError, IncompleteError
 from reshard.formats.megatron import (
     arguments,
     directory,
+    flat_buffers,
     grid,
     grouped,
     names,
@@ -38,8 +39,9 @@ from reshard.formats.megatron import (
 )
 from reshard.formats.megatron.arguments import Arguments
 from reshard.formats.megatron.directory import GridPosition
+from reshard.formats.megatron.flat_buffers import FlatStates
 from reshard.formats.megatron.frozen import Element, Sample, sample_tensor
-from reshard.formats.megatron.optimizer import FlatStates, RankParam
+from reshard.formats.megatron.optimizer import RankParam
 from reshard.formats.megatron.rank import RankFile, open_args, open_rank
 from reshard.formats.megatron.share import find_norm, list_experts
 from reshard.layouts.model_parallel.rules import Table
@@ -326,7 +328,7 @@ def _read_rank(
         optimizer.leave_out(state, _LAYER_WISE)
     if file.flat is not None and state.why_unnamed is None:
         count, path = len(optimizer.list_states(saved)), file.files[-1].path
-        flat = optimizer.read_flat(
+        flat = flat_buffers.read_flat(
             file.flat, count, params, args, table, path, stage=rank.pp, sample=sample
         )
     if flat.frozen:  # no param group has them

@@ -1,40 +1,29 @@
 """The optimizer of one rank: every slot by the parameter's name.
 
 Forms: torch's own dict (fp32), the same beside fp32 masters (bf16, fp16), and flat buffers (the
-distributed optimizer). Experts that are spread over ranks have a separate optimizer.
+distributed optimizer, see `flat_buffers`). Experts that are spread over ranks have a separate
+optimizer.
 
-Source: Megatron-LM core_v0.16.1 ``core/optimizer/optimizer.py`` (state_dict of each class),
-``core/optimizer/distrib_optimizer.py`` (get_parameter_state_dp_zero and
-load_parameter_state_from_dp_zero_legacy).
+Source: Megatron-LM core_v0.16.1 ``core/optimizer/optimizer.py`` (state_dict of each class).
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
-from itertools import accumulate
+from dataclasses import dataclass
 from math import prod
 from typing import Any
 
 from reshard.core.box import Index
-from reshard.core.chunks import Chunk
 from reshard.core.manifest import MASTER, Entry, ParamGroup, UnnamedOptimizer
 from reshard.core.schema import COUNT, expect, fields, mapping, maybe, sequence
 from reshard.errors import MIXED, CorruptError
-from reshard.formats.megatron import buckets, groups, names
+from reshard.formats.megatron import groups
 from reshard.formats.megatron.arguments import Arguments
-from reshard.formats.megatron.buckets import Bucket, Param
-from reshard.formats.megatron.directory import OPTIMIZER
-from reshard.formats.megatron.frozen import (
-    Ambiguous,
-    FlatMasters,
-    ListedMasters,
-    Sample,
-    choose_trained,
-)
+from reshard.formats.megatron.buckets import Param
+from reshard.formats.megatron.frozen import Ambiguous, ListedMasters, Sample, choose_trained
 from reshard.layouts.model_parallel.rules import Table
-from reshard.layouts.partition import Member, build_flat_chunks
 from reshard.state_dict.global_tensor import GlobalTensor
 from reshard.state_dict.hyper_parameters import read_counter, read_hyper
 from reshard.state_dict.optimizer_names import AmbiguousError, name_groups
@@ -47,7 +36,7 @@ _STATE = fields(
     state=maybe(mapping()), param_groups=sequence(fields(params=maybe(sequence(COUNT))))
 )
 _FULL = "float32"
-_MASTERS = ("param", "fp32_param", "master_param")  # of the flat form, torch_dist, and TE's own
+MASTERS = ("param", "fp32_param", "master_param")  # of the flat form, torch_dist, and TE's own
 CHAINED = "chained"  # in a loss scaler: those of all optimizers of a chain, if they differ
 
 
@@ -61,17 +50,9 @@ class RankParam:
     chunk: int
 
 
-@dataclass(slots=True)
-class FlatStates:
-    """The slots in a rank's flat buffers, and the parameters that have no place there."""
-
-    entries: list[Entry] = field(default_factory=list)
-    frozen: list[str] = field(default_factory=list)
-
-
 def get_kind(slot: str) -> str:
     """Return the manifest's kind of a slot: every copy in full precision is a master."""
-    return MASTER if slot in _MASTERS else slot
+    return MASTER if slot in MASTERS else slot
 
 
 def divide_params(
@@ -419,212 +400,6 @@ def _read_masters(
                 MIXED,
             )
         result.entries += map(make_entry, half, [MASTER] * len(copies), copies)
-
-
-def group_buffers(params: Sequence[RankParam], args: Arguments) -> list[tuple[int, list[Param]]]:
-    """Return the flat buffers of an optimizer in order: (model chunk, parameters of one dtype)."""
-    shared = (names.EMBEDDING, *([names.OUTPUT] * args.tied)) if args.shares_embedding else ()
-    buffers_of: dict[tuple[int, str], list[Param]] = {}
-    for param in params:
-        members = buffers_of.setdefault((param.chunk, param.dtype), [])
-        members.append(Param(param.fqn, param.shape, alone=param.fqn in shared))
-    return [
-        # The sort is stable: Megatron makes a chunk's buffers in the order in which their dtypes
-        # first occur (``distributed_data_parallel.py``, _allocate_buffers_for_parameters).
-        (chunk, members)
-        for (chunk, _), members in sorted(buffers_of.items(), key=lambda i: i[0][0])
-    ]
-
-
-def read_flat(
-    value: Any,
-    count: int,
-    params: Sequence[RankParam],
-    args: Arguments,
-    table: Table,
-    path: str,
-    *,
-    stage: int,
-    sample: Sample,
-) -> FlatStates:
-    """Read the slots in the flat buffers of ``distrib_optim.pt``.
-
-    Args:
-        count: number of the rank's optimizers.
-        sample: returns some elements of a parameter.
-
-    Raises:
-        CorruptError: a buffer is not how Megatron lays out these parameters.
-    """
-    result = FlatStates()
-    contents = value if isinstance(value, list) else [value]
-    shares = divide_params(count, params, args, table)
-    if len(contents) > len(shares):
-        raise CorruptError(
-            path,
-            f"has flat buffers of {len(contents)} optimizers, but there are {len(shares)}",
-            MIXED,
-        )
-    for content, own in zip(contents, shares, strict=False):
-        if isinstance(content, dict):  # else another rank has saved this optimizer's buffers
-            _read_buffers(result, content, own, args, path, stage, sample)
-    return result
-
-
-def _read_buffers(
-    result: FlatStates,
-    content: Mapping[Any, Any],
-    params: Sequence[RankParam],
-    args: Arguments,
-    path: str,
-    stage: int,
-    sample: Sample,
-) -> None:
-    buffers = group_buffers(params, args)
-    refuse_unfilled_buffers(path, content, len(buffers))
-    for number, (chunk, members) in enumerate(buffers):
-        states = content.get(number)
-        if not isinstance(states, dict) or len(states) != 1:
-            raise CorruptError(
-                path, f"does not contain flat buffer {number}, which {len(members)} parameters fill"
-            )
-        (state,) = states.values()
-        size = args.get_bucket_size(stage=stage, chunk=chunk)
-        stored = {slot: pieces for slot, value in state.items() if (pieces := _list_pieces(value))}
-        if not stored:
-            continue
-        masters = next((stored[slot] for slot in _MASTERS if slot in stored), [])
-        own = leave_out_frozen(members, size, [masters], sample) or members
-        result.frozen += [param.fqn for param in members if param not in own]
-        for slot, pieces in stored.items():
-            numels = [piece.box.volume for _, piece in pieces]
-            flat = _place_members(own, numels, size)
-            if flat is None:
-                raise make_layout_error(path, f"flat buffer {number}", members, sum(numels))
-            result.entries += split_flat(slot, flat, pieces)
-
-
-def _list_pieces(value: Any) -> list[tuple[int, Chunk]]:
-    """Return the pieces of a buffer's slot with their first elements."""
-    tensors = [as_global(piece) for piece in (value if isinstance(value, list) else [value])]
-    chunks = [tensor.chunks[0] for tensor in tensors if tensor is not None]
-    starts = accumulate((chunk.box.volume for chunk in chunks), initial=0)
-    return list(zip(starts, chunks, strict=False))
-
-
-def leave_out_frozen(
-    members: Sequence[Param],
-    size: int | None,
-    masters: Sequence[Sequence[tuple[int, Chunk]]],
-    sample: Sample,
-) -> list[Param] | None:
-    """Return the parameters that a buffer holds, if it is too small for all of them.
-
-    Args:
-        size: elements that close a bucket; None: one bucket takes all.
-        masters: the pieces of the masters in each bucket, with their first elements in it.
-        sample: returns some elements of a parameter.
-
-    Returns:
-        None if the buffer has room for all of them, or its values fit no parameters.
-    """
-    ends = [max((start + c.box.volume for start, c in pieces), default=0) for pieces in masters]
-    if not sum(ends) or sum(ends) >= sum(prod(param.shape) for param in members):
-        return None
-    bases = accumulate(ends, initial=0)
-    pieces = [
-        (base + start, chunk)
-        for base, bucket in zip(bases, masters, strict=False)
-        for start, chunk in bucket
-    ]
-    with SourceFiles() as files:
-        for limit in dict.fromkeys((size, None)):
-            # A buffer takes its parameters from the last to the first.
-            backwards, masters_there = members[::-1], FlatMasters(limit, pieces, files)
-            with suppress(Ambiguous):
-                trained = choose_trained(backwards, masters_there, sample)[::-1]
-                if buckets.concatenate(buckets.make_buckets(trained, limit))[1] == sum(ends):
-                    return trained
-    return None
-
-
-def refuse_unfilled_buffers(path: str, numbers: Iterable[Any], count: int) -> None:
-    """Refuse flat buffers that hold none of a rank's parameters: their states would be dropped.
-
-    Args:
-        numbers: the numbers of the stored buffers, and keys that are not numbers.
-        count: number of buffers that the parameters fill.
-
-    Raises:
-        CorruptError: there is such a buffer.
-    """
-    further = [number for number in numbers if type(number) is int and number >= count]
-    if further:
-        raise CorruptError(
-            path, f"has flat buffer {min(further)}, which no parameter of the model fills", MIXED
-        )
-
-
-def _place_members(
-    members: Sequence[Param], numels: Sequence[int], size: int | None
-) -> list[Member] | None:
-    """Return the positions of parameters in a buffer whose buckets are stored end to end, or None.
-
-    A list of several buckets is from before February 2024. A file does not state where buckets end,
-    so the layout is accepted whose total length is that of the file.
-    """
-    candidates: list[list[Bucket] | None] = [
-        buckets.make_buckets(members, size),
-        buckets.make_buckets(members, None),
-        buckets.fit_buckets(members, numels),
-    ]
-    for candidate in candidates:
-        if candidate is not None:
-            flat, total = buckets.concatenate(candidate)
-            if total == sum(numels):
-                return flat
-    return None
-
-
-class SmallBufferError(CorruptError):
-    """A flat buffer has fewer elements than the parameters, as if some of these were frozen."""
-
-
-def make_layout_error(path: str, what: str, members: Sequence[Param], numel: int) -> CorruptError:
-    """Return the error for flat elements that are not those of the parameters."""
-    expected = sum(prod(param.shape) for param in members)
-    is_small = numel < expected
-    # Frozen parameters have no place in a buffer (``_ParamAndGradBuffer``).
-    kind = SmallBufferError if is_small else CorruptError
-    alone = (
-        f"move {OPTIMIZER} of all ranks away"
-        if path.endswith(OPTIMIZER)
-        else "save it with --no-save-optim"
-    )
-    frozen = (
-        "; or the run froze parameters that its values do not tell: load it in Megatron and save it"
-        f" with --ckpt-format torch_dist --dist-ckpt-optim-fully-reshardable, or {alone} to read"
-        " only the weights"
-        if is_small
-        else ""
-    )
-    return kind(
-        path,
-        f"{what} has {numel} elements, but Megatron's layout of its {len(members)} parameters has"
-        f" {expected}",
-        "it belongs to another run than the weights, or was written by a Megatron version that"
-        f" reshard does not support{frozen}",
-    )
-
-
-def split_flat(
-    slot: str, flat: Sequence[Member], pieces: Sequence[tuple[int, Chunk]]
-) -> Iterator[Entry]:
-    """Yield a slot of each member of a flat tensor, given pieces with their first elements."""
-    chunks = build_flat_chunks(flat, pieces)
-    for member in flat:
-        dtype = pieces[0][1].dtype
-        yield Entry(member.fqn, get_kind(slot), dtype, member.shape, tuple(chunks[member.fqn]))
 
 
 def note_frozen(fqns: Sequence[str]) -> Iterator[str]:
