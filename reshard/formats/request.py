@@ -14,7 +14,7 @@ from reshard.layouts.model_parallel.sizes import ONE, Sizes
 
 if TYPE_CHECKING:  # each belongs to some writers only
     from reshard.layouts.mesh import MeshGrid
-    from reshard.layouts.model_parallel.described import Described
+    from reshard.layouts.model_parallel.architecture import Described
     from reshard.layouts.tensor_parallel import TensorPlan
     from reshard.model import ModelShapes
     from reshard.training.trainer_run import TrainerRun

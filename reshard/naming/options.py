@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from reshard.core.manifest import Manifest
 
 if TYPE_CHECKING:
-    from reshard.layouts.model_parallel.described import Described
+    from reshard.layouts.model_parallel.architecture import Described
     from reshard.layouts.model_parallel.families import Family
     from reshard.layouts.model_parallel.rules import Table
     from reshard.layouts.model_parallel.traits import Traits

@@ -123,7 +123,7 @@ class _DeepSpeedWriter(Writer):
             UsageError: ``--stage-layers`` is not a list of numbers.
         """
         from reshard.formats.deepspeed.write.grid import GridOptions
-        from reshard.layouts.model_parallel.stages import parse_stage_layers
+        from reshard.layouts.model_parallel.sizes import parse_stage_layers
 
         grid_options = GridOptions(
             sizes=request.parallel,

@@ -130,8 +130,7 @@ class Megatron(Writer):
         """
         from reshard.formats.megatron.arguments import Arguments
         from reshard.formats.megatron.write.choice import MegatronOptions
-        from reshard.layouts.model_parallel.sizes import Sizes
-        from reshard.layouts.model_parallel.stages import parse_stage_layers
+        from reshard.layouts.model_parallel.sizes import Sizes, parse_stage_layers
 
         args, sizes = _read_args(source), request.parallel
         virtual = options.vpp
@@ -186,7 +185,7 @@ class Megatron(Writer):
         """
         from reshard.containers.pickles import objects
         from reshard.layouts.model_parallel import names as renaming
-        from reshard.layouts.model_parallel.described import Described
+        from reshard.layouts.model_parallel.architecture import Described
         from reshard.layouts.model_parallel.rules import add_user_rules, load_whole_table
         from reshard.naming import tables
         from reshard.naming.config import describe_config

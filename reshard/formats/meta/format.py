@@ -61,7 +61,7 @@ class Meta(Writer):
         from reshard.formats.meta import writer
         from reshard.layouts.model_parallel import families
         from reshard.layouts.model_parallel import names as renaming
-        from reshard.layouts.model_parallel.described import Described
+        from reshard.layouts.model_parallel.architecture import Described
         from reshard.layouts.model_parallel.rules import add_user_rules
         from reshard.naming import tables
 

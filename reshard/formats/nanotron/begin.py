@@ -23,8 +23,7 @@ from reshard.formats.nanotron.model import FLAGS
 from reshard.formats.nanotron.slices import SHAPE
 from reshard.formats.nanotron.stages import Stage
 from reshard.layouts.model_parallel import names as renaming
-from reshard.layouts.model_parallel.architecture import Architecture
-from reshard.layouts.model_parallel.described import Described
+from reshard.layouts.model_parallel.architecture import Architecture, Described
 from reshard.layouts.model_parallel.forms import make_form
 from reshard.layouts.model_parallel.rules import add_user_rules, load_table
 from reshard.naming import tables

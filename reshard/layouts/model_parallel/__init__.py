@@ -4,7 +4,7 @@
     shifted          values plus a constant, where the two sides define a norm differently
     segments         the rows of a fused parameter that are cut apart
     shards           the part of a parameter that a tensor-parallel rank holds
-    architecture     the sizes of a model that rules need
+    architecture     the sizes of a model that rules need; a model as a target needs it
     patterns         names with fields, as tables write them
     rules            tables: how each parameter is cut and what Hugging Face calls it
     forms            how a fused tensor is made of its parts, in both directions
@@ -15,10 +15,8 @@
     config_keys      which keys of a config change a model, and which do not
     vocabulary       the rows of an embedding that are padding
     yarn             positions scaled by YaRN, in the settings of transformers and megatron-core
-    described        a model as a target needs it
     names            a manifest under the other side's names, with tensors fused or cut
-    sizes            the numbers of tensor, pipeline, expert and virtual ranks
-    stages           the layers of each pipeline stage
+    sizes            the numbers of tensor, pipeline, expert and virtual ranks; layers of stages
     combine          the manifests of model-parallel ranks joined
 
 Every function edits manifests; no byte moves.

@@ -1,10 +1,13 @@
-"""The few numbers of a model that a rule needs."""
+"""The few numbers of a model that a rule needs, and a model as a target needs it."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from reshard.errors import UsageError
+from reshard.layouts.model_parallel.rules import Table
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,3 +48,16 @@ class Architecture:
             )
         size: int = value
         return size
+
+
+@dataclass(frozen=True, slots=True)
+class Described:
+    """The model of a training state, as far as its files or the user describe it.
+
+    Args:
+        args: arguments of the run, under the target's names.
+    """
+
+    table: Table
+    architecture: Architecture
+    args: Mapping[str, Any]

@@ -18,8 +18,7 @@ from reshard.core.manifest import BUFFER, PARAM, WEIGHT_KINDS, Manifest
 from reshard.errors import UsageError
 from reshard.formats.deepspeed import dialects
 from reshard.formats.deepspeed.layers import TIED, parse_layer
-from reshard.layouts.model_parallel.sizes import Sizes
-from reshard.layouts.model_parallel.stages import assign_layers
+from reshard.layouts.model_parallel.sizes import Sizes, assign_layers
 
 _RANK = re.compile(r"mp_rank_(\d+)_(?:model|optim)_states\.pt$")
 _GIVE_LAYERS = (

@@ -22,7 +22,7 @@ from reshard.containers.skeletons import LaidOut
 from reshard.formats.megatron.directory import NAME
 from reshard.formats.megatron.write.args import PRECISION_AWARE
 from reshard.formats.megatron.write.choice import MegatronOptions, Resolved, resolve
-from reshard.layouts.model_parallel.described import Described
+from reshard.layouts.model_parallel.architecture import Described
 from reshard.layouts.model_parallel.families import BUILDER, DIFFERS
 from reshard.training.state import WritableState, describe_lost_setup, describe_lost_state
 

@@ -20,8 +20,7 @@ from reshard.formats.megatron.write.groups import Groups
 from reshard.formats.megatron.write.ranks import HEAD, KnownWeight, WeightLocations, find_rules
 from reshard.formats.megatron.write.written_states import WrittenStates
 from reshard.formats.target_options import Adam, CkptFormat, TransformerImpl
-from reshard.layouts.model_parallel.architecture import Architecture
-from reshard.layouts.model_parallel.described import Described
+from reshard.layouts.model_parallel.architecture import Architecture, Described
 from reshard.layouts.model_parallel.rules import Table
 from reshard.layouts.model_parallel.sizes import Sizes
 from reshard.layouts.model_parallel.vocabulary import find_row_counts

@@ -21,11 +21,11 @@ from reshard.formats.megatron.share import (
     make_share,
     make_spot,
 )
-from reshard.layouts.model_parallel import shards, stages
+from reshard.layouts.model_parallel import shards
 from reshard.layouts.model_parallel.patterns import Pattern
 from reshard.layouts.model_parallel.rules import RuleMatch, Table
 from reshard.layouts.model_parallel.shards import Split
-from reshard.layouts.model_parallel.sizes import Sizes
+from reshard.layouts.model_parallel.sizes import Sizes, assign_layers, list_chunks
 from reshard.training.state import Weight, WritableState
 
 HEAD = names.OUTPUT
@@ -211,7 +211,7 @@ class WeightLocations:
         self._sizes = sizes
         self._dialect = dialect
         self._names = {each.found.name for each in weights}
-        self._chunks = stages.list_chunks(sizes)
+        self._chunks = list_chunks(sizes)
         self._counts = counts
         self._model = ParameterIndex((each.spot, each) for each in weights)
         embedding = next((each for each in weights if each.found.name == names.EMBEDDING), None)
@@ -264,7 +264,7 @@ class WeightLocations:
     def list_chunk_weights(self, rank: WriterRank, chunk: int) -> list[LocalWeight]:
         """Return the weights of one model chunk of one rank, in the module's order."""
         at = self._chunks.index((rank.stage, chunk))
-        layers = stages.assign_layers(self._sizes, self.layers, self._counts)
+        layers = assign_layers(self._sizes, self.layers, self._counts)
         share = make_share(at, layers, self.list_rank_experts(rank), self._mtp_at)
         own = [self._place_weight(known, share, rank) for known in self._model.find(share)]
         copied = self._looked_up or self._tied
