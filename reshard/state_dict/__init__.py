@@ -11,8 +11,7 @@ Reading, shared by every format whose files hold nested state dicts:
     hyper_parameters   hyper-parameters of param groups, and counters such as the step
     optimizer_names    names for optimizers that number their parameters
     optimizer_layouts  how an optimizer's tensors are stored: whole, in runs, in flat units
-    published          weights that transformers wrote, as its model has them in memory
-    adapter_form       weights of PEFT's file, as the trained model names and orders them
+    memory_form        weights of PEFT's and transformers' files, as the trained model names them
     model_optimizers   which of several optimizers belong to the model
     leaves             values of a model's state dict that are not tensors
     plain_values       values of a pickle as JSON

@@ -42,12 +42,15 @@ from reshard.state_dict import (
     optimizer_state,
     sections,
 )
-from reshard.state_dict.adapter_form import restore_adapter_form
 from reshard.state_dict.global_tensor import GlobalTensor
+from reshard.state_dict.memory_form import (
+    has_published_names,
+    restore_adapter_form,
+    restore_memory_form,
+)
 from reshard.state_dict.optimizer_state import ParsedOptimizer
 from reshard.state_dict.own_values import keep_own_values
 from reshard.state_dict.plain_values import to_plain
-from reshard.state_dict.published import has_published_names, restore_memory_form
 from reshard.state_dict.tree import (
     LocalTensors,
     ParsedTree,

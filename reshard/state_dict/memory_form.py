@@ -1,9 +1,10 @@
-"""Restore the names and the order that the weights of PEFT's own file have in the trained model.
+"""Restore the form that the weights of PEFT's and transformers' files have in the trained model.
 
-``adapter_model.safetensors`` has neither: it sorts its tensors and leaves the adapter's name out.
-``adapter_config.json`` lists the targets as a set. So the two files decide no order (the queries
-come before the keys in Llama, after the values in OPT), and an optimizer that numbers its
-parameters needs the model.
+An optimizer refers to that form: by names, or by numbers in the order of the model. The files of
+transformers have the names and shapes of the published model. ``adapter_model.safetensors`` sorts
+its tensors and leaves the adapter's name out, and ``adapter_config.json`` lists the targets as a
+set. So PEFT's two files decide no order (the queries come before the keys in Llama, after the
+values in OPT).
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+from reshard.core.manifest import PARAM, Entry, Manifest, Origin, index_entries
 from reshard.model import ModelShapes
 from reshard.model.adapter_names import (
     DEFAULT,
@@ -27,6 +29,7 @@ from reshard.model.adapter_names import (
     parse_part,
     strip_root,
 )
+from reshard.state_dict.global_tensor import GlobalTensor
 from reshard.state_dict.tree import as_global
 
 _BIAS = ".bias"
@@ -117,3 +120,35 @@ def _find_place(
     layer = strip_root(part.layer).removesuffix(_OF_TOKENS)
     last = f"{layer}{_BIAS}" if f"{layer}{_BIAS}" in known else f"{layer}.weight"
     return last, (1 + _BEHIND.index(part.role), fqn.endswith(_BIAS))
+
+
+def has_published_names(names: Iterable[str], model: ModelShapes) -> bool:
+    """Return whether an optimizer's parameters have names that the model has only in files."""
+    published = model.find_published()
+    if published is None:
+        return False
+    only_in_files = published.conversion.after.keys() - published.conversion.before.keys()
+    return not only_in_files.isdisjoint(names)
+
+
+def restore_memory_form(state: Mapping[str, Any], model: ModelShapes) -> dict[str, Any]:
+    """Return a model's state dict in the form in memory, if it is in the published form.
+
+    A state dict of another model stays as it is; so does one with tensors of unknown shape.
+    """
+    published = model.find_published()
+    tensors = {fqn: as_global(leaf) for fqn, leaf in state.items()}
+    if published is None or not all(tensors.values()):
+        return dict(state)
+    entries = index_entries(
+        Entry(fqn, PARAM, tensor.dtype, tensor.shape, tensor.chunks)
+        for fqn, tensor in tensors.items()
+        if tensor is not None
+    )
+    manifest = Manifest(Origin("state dict", model.source), entries, {}, ordered=False)
+    if not published.fits(manifest):
+        return dict(state)
+    restored = published.restore_memory_form(manifest).entries.values()
+    return {
+        entry.fqn: GlobalTensor(entry.dtype, entry.shape, tuple(entry.chunks)) for entry in restored
+    }

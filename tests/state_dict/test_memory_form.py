@@ -8,8 +8,8 @@ import pytest
 
 from reshard.core.dtypes import FLOAT32
 from reshard.model import ModelShapes
-from reshard.state_dict.adapter_form import restore_adapter_form
 from reshard.state_dict.global_tensor import GlobalTensor
+from reshard.state_dict.memory_form import restore_adapter_form
 
 LAYERS = [f"base_model.model.layers.{layer}.{name}" for layer in (2, 10) for name in "kvq"]
 BASE = [f"layers.{layer}.{name}.weight" for layer in (2, 10) for name in "kvq"]  # as OPT has them
