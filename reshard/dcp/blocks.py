@@ -8,10 +8,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.planner import LoadPlanner, ReadItem
 
 from reshard.core import dtypes
-from reshard.core.box import Box, contiguous_cuts, flat_span
+from reshard.core.box import Box, Index, contiguous_cuts, flat_span
 from reshard.core.dtypes import DType
 from reshard.core.manifest import BUFFER, Entry
 from reshard.dcp.values import identify_memory
@@ -50,11 +51,25 @@ def refuse_other_shape(item: ReadItem, entry: Entry, targets: Mapping[str, Any])
     """
     key = item.dest_index.fqn
     target = targets.get(key)
-    if isinstance(target, torch.Tensor) and tuple(target.size()) != entry.shape:
+    if not isinstance(target, torch.Tensor):
+        return
+    shape = find_whole_shape(target)
+    if shape != entry.shape:
         raise DifferentError(
-            key,
-            f"has shape {entry.shape} in the checkpoint, but {tuple(target.size())} in the target",
+            key, f"has shape {entry.shape} in the checkpoint, but {shape} in the target"
         )
+
+
+def find_whole_shape(target: torch.Tensor) -> Index:
+    """Return the shape of the tensor of which the target may be a part.
+
+    torch 2.15 also loads into a plain tensor that states its place in a whole one
+    (``distributed/checkpoint/protocol.py``).
+    """
+    protocol = getattr(dcp, "CheckpointableTensor", None)
+    if protocol is not None and isinstance(target, protocol):
+        return tuple(target.global_shape)
+    return tuple(target.size())
 
 
 def read(pool: SourceFiles, jobs: Iterable[BlockRead], planner: LoadPlanner) -> None:

@@ -100,6 +100,7 @@ class DTensorBuilder:
             "_rank_map": self._ranks,
             "_mesh_dim_names": grid.names and tuple(grid.names[axis] for axis in axes),
             "_root_mesh": root,
+            "_preserve_rank_order": False,  # torch 2.15 compares meshes by it; older ones ignore it
             "_flatten_rank_map": tuple(range(grid.world)),
             "_thread_id": None,
             "_flatten_mapping": {},
