@@ -456,7 +456,7 @@ class Cases:
         units = [m for m in engine.model.modules() if hasattr(m, "_get_fsdp_state")]
         states = [unit._get_fsdp_state() for unit in units]
         groups = [state._fsdp_param_group for state in states]
-        policy = groups[0].mp_policy
+        policy = states[0]._mp_policy
         return {
             "reshard": [group.post_forward_mesh_info is not None for group in groups],
             "forward_prefetch": [len(state._states_to_forward_prefetch) for state in states],
