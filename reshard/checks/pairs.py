@@ -22,11 +22,6 @@ class TensorPair:
     a: Entry
     b: Entry
 
-    @property
-    def is_weight(self) -> bool:
-        """Whether the tensor is a weight, not an optimizer slot."""
-        return self.kind in (WEIGHT, COPY)
-
 
 @dataclass(slots=True)
 class Paired:

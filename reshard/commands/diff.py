@@ -353,7 +353,7 @@ def _choose_dtype(each: TensorPair, dtype: DType | None) -> DType | None:
 
 def _is_cast(each: TensorPair) -> bool:
     """Return whether ``--dtype`` applies to a pair."""
-    return each.is_weight and _are_floats(each)
+    return each.kind in (WEIGHT, COPY) and _are_floats(each)
 
 
 def _are_floats(each: TensorPair) -> bool:

@@ -222,10 +222,10 @@ def _check_config(given: Mapping[str, Any], family: Family, traits: Traits) -> l
 def _choose_family(own: ModelNames, traits: Traits, options: NameOptions) -> tuple[Family, Traits]:
     """Return the format's own family, else that of the user, of the config, or of the traits."""
     if own.family:
-        if traits.odd and options.config is None:
+        if traits.unsupported and options.config is None:
             raise UnsupportedError(
                 traits.source,
-                f"states that the model has {traits.odd[0]}",
+                f"states that the model has {traits.unsupported[0]}",
                 "pass the config of this model with --hf-dir DIR, or --names source",
             )
         return own.family(traits), traits

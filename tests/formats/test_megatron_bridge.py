@@ -119,11 +119,11 @@ def test_a_model_that_the_fields_do_not_describe_gets_no_names(run, tmp_path, ch
         ),
         (
             {"transformer_layer_spec": {"_target_": "a.gemma2_layer_spec"}},
-            {"odd": ("layers that gemma2_layer_spec of Megatron-Bridge builds",)},
+            {"unsupported": ("layers that gemma2_layer_spec of Megatron-Bridge builds",)},
         ),
         (
             {"activation_func": {"_target_": "megatron.core.activations.fast_gelu"}},
-            {"activation": "gelu_pytorch_tanh", "odd": ()},
+            {"activation": "gelu_pytorch_tanh", "unsupported": ()},
         ),
     ],
 )

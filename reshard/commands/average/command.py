@@ -284,7 +284,9 @@ def _average(
     """Choose the weights of all checkpoints, and compute which means are written."""
     merges = list(_choose_weights(members, output, options))
     sources = [
-        matching.Summand(str(member.path), merge.weights, _as_float(member.weight))
+        matching.Summand(
+            str(member.path), merge.weights, None if member.weight is None else float(member.weight)
+        )
         for member, merge in zip(members, merges, strict=True)
     ]
     with SourceFiles() as pool:
@@ -313,10 +315,6 @@ def _join_warnings(
             paths[text].append(str(member.path))
     for text, found in paths.items():
         yield text if len(found) == len(members) else f"{some(found)}: {text}"
-
-
-def _as_float(weight: Fraction | None) -> float | None:
-    return None if weight is None else float(weight)
 
 
 def _choose_weights(

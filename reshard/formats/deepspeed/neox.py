@@ -93,7 +93,7 @@ def read_traits(settings: Mapping[str, Any], padded_vocab: Any, source: str) -> 
         qk_norm=bool(settings.get("use_qk_layernorm")),
         parallel_residual=bool(settings.get("gpt_j_residual")),
         tied=not settings.get("no_weight_tying"),
-        odd=tuple(_find_unsupported(settings)),
+        unsupported=tuple(_find_unsupported(settings)),
     )
 
 

@@ -162,7 +162,7 @@ def find_traits(manifest: Manifest) -> Traits:
     gate = manifest.entries.get((PARAM, _GATE))
     # Files of Llama 1 and 2 do not state it: they have the default of ``precompute_freqs_cis``.
     theta = float(params.get("rope_theta") or 10000.0)
-    odd = (
+    unsupported = (
         "scales rotary positions by a factor that no file states (use_scaled_rope): Llama 3.1 has"
         " 8, Llama 3.2 has 32"
     )
@@ -184,5 +184,5 @@ def find_traits(manifest: Manifest) -> Traits:
         norm_eps=params.get("norm_eps"),
         linear_bias=False,
         qkv_bias=False,
-        odd=(odd,) if params.get("use_scaled_rope") else (),
+        unsupported=(unsupported,) if params.get("use_scaled_rope") else (),
     )

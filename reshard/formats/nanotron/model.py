@@ -14,7 +14,7 @@ FLAGS = {"llama": "is_llama_config", "qwen2": "is_qwen2_config"}
 """Family -> the key of ``model_config.json`` that states it."""
 _EMBEDDING = "model.token_position_embeddings.pp_block.token_embedding.weight"
 _QKV_BIAS = "model.decoder.0.pp_block.attn.qkv_proj.bias"
-_ODD = {  # settings of models that transformers does not have
+_UNSUPPORTED = {  # settings of models that transformers does not have
     "rope_interleaved": "rotations of neighbouring elements (rope_interleaved)",
     "rope_scaling": "scaled rotary positions (rope_scaling)",
     "moe_config": "experts (moe_config)",
@@ -50,5 +50,5 @@ def find_traits(manifest: Manifest) -> Traits | None:
         linear_bias=False,
         qkv_bias=(PARAM, _QKV_BIAS) in manifest.entries,
         tied=bool(config.get("tie_word_embeddings")),
-        odd=tuple(text for key, text in _ODD.items() if config.get(key)),
+        unsupported=tuple(text for key, text in _UNSUPPORTED.items() if config.get(key)),
     )

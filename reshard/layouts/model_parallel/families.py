@@ -74,7 +74,7 @@ class Family:
 
     def find_mismatches(self, traits: Traits) -> list[str]:
         """Return the traits in which a model differs from this family, in words."""
-        mismatches = [*traits.odd]
+        mismatches = [*traits.unsupported]
         own = self.complete(traits)
         for name, required in self.when.items():
             allowed = required if isinstance(required, list) else [required]
@@ -159,7 +159,7 @@ class Family:
             if key in _NAMING or key not in flat or (flat[key] is None and not may_be_null):
                 continue
             value = line if parsed is None else parsed.fill_if_known(traits)
-            is_stated = value is not None or (may_be_null and not traits.odd)
+            is_stated = value is not None or (may_be_null and not traits.unsupported)
             if is_stated and not _is_same(value, flat[key], traits.max_positions):
                 yield key, value, flat[key]
 
@@ -371,12 +371,12 @@ def read_config(
     nearest: tuple[Family, list[str]] | None = None
     for family in families:
         flat = _flatten_config(config, family)
-        traits, odd = _read_traits(family, flat, source)
+        traits, unsupported = _read_traits(family, flat, source)
         if model_type not in (family.model_type, *family.alike):
-            odd.append(f"model_type is {model_type!r}")
+            unsupported.append(f"model_type is {model_type!r}")
         defaults = _flatten_config(defaults_of(family.model_type), family)
-        odd += config_keys.find_changing_keys(flat, family.config, family.neutral, defaults)
-        problems = [*odd, *family.find_mismatches(traits)]
+        unsupported += config_keys.find_changing_keys(flat, family.config, family.neutral, defaults)
+        problems = [*unsupported, *family.find_mismatches(traits)]
         if not problems:
             return family, traits
         if nearest is None or len(problems) < len(nearest[1]):
@@ -424,23 +424,23 @@ def _read_traits(
             and not isinstance(required, list)
         }
     )
-    odd, read = [], dict[str, Any]()
+    unsupported, read = [], dict[str, Any]()
     for key, line in family.config.items():
         if (
             key not in _NAMING
             and fields.parse_field(line) is None
             and config.get(key, line) != line
         ):
-            odd.append(f"{key} is {config[key]}, not {line}")
+            unsupported.append(f"{key} is {config[key]}, not {line}")
     for key, line, stated in fields.list_fields(family.config, config):
         try:
             value = line.read(stated, traits.get)
         except ValueError as error:
-            odd.append(f"{key}: {error}")
+            unsupported.append(f"{key}: {error}")
             continue
         # Keys that state the same trait must agree.
         if read.setdefault(line.own, value) != value:
-            odd.append(f"{key} is {stated}, not {read[line.own]}")
+            unsupported.append(f"{key} is {stated}, not {read[line.own]}")
         else:
             traits = traits.with_values({line.own: value})
     hidden, heads = traits.hidden, traits.heads
@@ -453,7 +453,7 @@ def _read_traits(
             # GPT-2's config has null for this width (``n_inner``) by default.
             ffn=traits.ffn or (4 * hidden if hidden else None),
         ),
-        odd,
+        unsupported,
     )
 
 

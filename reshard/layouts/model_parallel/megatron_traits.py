@@ -74,7 +74,7 @@ def parse_args(args: Mapping[str, Any], source: str) -> Traits:
         renormalised=not args.get("moe_router_pre_softmax"),
         aux_loss=_get_aux_loss(args),
         tied=not args.get("untie_embeddings_and_output_weights"),
-        odd=tuple(_list_unsupported(args)),
+        unsupported=tuple(_list_unsupported(args)),
         args=_list_patterns(args),
     )
 
@@ -164,7 +164,7 @@ def make_args(traits: Traits) -> dict[str, Any]:
 def _refuse_what_megatron_lacks(traits: Traits, scaling: Mapping[str, Any], kind: Any) -> None:
     """Refuse a model that Megatron-core cannot build."""
     lacking = [
-        *traits.odd,
+        *traits.unsupported,
         *(
             ["positions by " + traits.positions]
             * (traits.positions not in ("rope", "learned", "none"))
@@ -309,15 +309,15 @@ def _get_aux_loss(args: Mapping[str, Any]) -> float:
 
 def _list_unsupported(args: Mapping[str, Any]) -> list[str]:
     """Describe settings that no model has: those that are incomplete."""
-    odd = []
+    unsupported = []
     is_yarn = args.get("position_embedding_type") == yarn.KIND
     if is_yarn and yarn.parse_args(args) is None:
-        odd.append("positions by YaRN that args do not state (yarn_rotary_scaling_factor)")
+        unsupported.append("positions by YaRN that args do not state (yarn_rotary_scaling_factor)")
     activation = args.get("activation_func")  # of Megatron-Bridge; Megatron-LM has switches
     if activation not in (None, _FAST_GELU) or (activation and not args.get("gated_linear_unit")):
-        odd.append(f"the activation {activation}, for which Megatron-LM has no argument")
+        unsupported.append(f"the activation {activation}, for which Megatron-LM has no argument")
     if args.get("glu_activation"):  # bigscience's fork, which gates with the second half
-        odd.append(f"gated linear units (glu_activation {args['glu_activation']})")
+        unsupported.append(f"gated linear units (glu_activation {args['glu_activation']})")
     if args.get(OWN_BUILDER):
-        odd.append(f"layers that {args[OWN_BUILDER]} of Megatron-Bridge builds")
-    return odd
+        unsupported.append(f"layers that {args[OWN_BUILDER]} of Megatron-Bridge builds")
+    return unsupported

@@ -31,7 +31,7 @@ class Traits:
         parallel_residual: whether attention and feed-forward layer see the same input.
         dense_layers: numbers of the layers without experts, in a model with experts.
         renormalised: whether the chosen experts' weights add up to one.
-        odd: descriptions of features that no family has.
+        unsupported: descriptions of features that no family has.
         more: traits that only the tables of families name.
         args: arguments of Megatron, or of a fork, that state the model; None: nothing of the kind,
             for a model that a config describes.
@@ -71,7 +71,7 @@ class Traits:
     renormalised: bool = True
     aux_loss: float = 0.0
     tied: bool = False
-    odd: tuple[str, ...] = field(default=())
+    unsupported: tuple[str, ...] = field(default=())
     more: Mapping[str, Any] = field(default_factory=dict)
     args: Mapping[str, Any] | None = field(default_factory=dict)
 
