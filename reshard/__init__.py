@@ -55,7 +55,7 @@ if TYPE_CHECKING:  # at run time, `__getattr__` imports these on first use
     from reshard.tensors.lazy import Checkpoint as Checkpoint
     from reshard.tensors.lazy import LazyTensor as LazyTensor
 
-_HOMES = {
+_HOMES = {  # of the public names that are not in `reshard.api`
     "AverageOptions": "reshard.commands.average.options",
     "AverageReport": "reshard.commands.average.report",
     "Checkpoint": "reshard.tensors.lazy",
@@ -77,19 +77,10 @@ _HOMES = {
     "SplitReport": "reshard.commands.split.report",
     "VerifyOptions": "reshard.commands.verify.options",
     "VerifyReport": "reshard.commands.verify.report",
-    "average": "reshard.api",
     "check_file": "reshard.commands.verify.files",
-    "diff": "reshard.api",
-    "inspect": "reshard.api",
-    "merge": "reshard.api",
-    "open": "reshard.api",
     "open_files": "reshard.commands.unwritten_files",
-    "plan": "reshard.api",
-    "resume_check": "reshard.api",
-    "split": "reshard.api",
     "stamp": "reshard.hooks",
     "stamp_engine": "reshard.hooks",
-    "verify": "reshard.api",
 }
 __all__ = [
     "AverageOptions",
@@ -134,11 +125,11 @@ if not TYPE_CHECKING:  # a type checker that saw it would accept any name
 
     def __getattr__(name: str) -> Any:
         """Import the module of a name in `__all__`, and return the object of that name."""
-        if name not in _HOMES:
+        if name not in __all__:
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
         from importlib import import_module
 
-        value = globals()[name] = getattr(import_module(_HOMES[name]), name)
+        value = globals()[name] = getattr(import_module(_HOMES.get(name, "reshard.api")), name)
         return value
 
 
