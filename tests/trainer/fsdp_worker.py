@@ -8,6 +8,7 @@ a finding, too.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import gc
 import json
 import math
@@ -16,7 +17,6 @@ import shutil
 import time
 import traceback
 import warnings
-from functools import partial
 from itertools import chain, product
 from pathlib import Path
 
@@ -181,29 +181,31 @@ class Cases:
     # Resuming
 
     def resumed(self, name, strategy, chosen, forms, *, half=2, whole=3):
-        """Train without a break, and with one at a checkpoint of each form."""
-        complete = self.engine(strategy, **chosen)
-        results = {"unbroken": self.train(complete, 0, whole), "half": half, "forms": {}}
-        results["state"] = dataclasses.asdict(complete.measure_state())
-        expected = weights(complete)
-        broken = self.engine(strategy, **chosen)
-        self.train(broken, 0, half)
-        self.keep(name, broken)
+        """Save a checkpoint of each form on the way, and resume from each to the same end."""
+        engine = self.engine(strategy, **chosen)
+        unbroken = self.train(engine, 0, half)
+        self.keep(name, engine)
+        held, scaler = (weights(engine), moments(engine)), dataclasses.replace(engine.scaler)
         for form in forms:
+            saved = engine
             if form == "local" and strategy == "fsdp":
-                broken = self.engine(strategy, **chosen, **FORMS[form])
-                self.train(broken, 0, half)
-            broken.settings = dataclasses.replace(broken.settings, **FORMS[form])
-            place = self.place(f"{name}-{form}")
-            write_all(place, fsdp.collect(broken, {}), broken.ranks)
+                saved = self.engine(strategy, **chosen, **FORMS[form])
+                self.train(saved, 0, half)
+            saved.settings = dataclasses.replace(saved.settings, **FORMS[form])
+            write_all(self.place(f"{name}-{form}"), fsdp.collect(saved, {}), saved.ranks)
+        unbroken += self.train(engine, half, whole)
+        results = {"unbroken": unbroken, "half": half, "forms": {}}
+        results["state"] = dataclasses.asdict(engine.measure_state())
+        for form in forms:
+            place = self.out / f"{self.ranks.world}-{name}-{form}"
             fresh = self.engine(strategy, **chosen, **FORMS[form])
             fsdp.read(place, fresh)
-            fresh.scaler = dataclasses.replace(broken.scaler)
+            fresh.scaler = dataclasses.replace(scaler)
             record = {"files": sorted(path.name for path in place.iterdir())}
-            record["loaded"] = same(weights(fresh), weights(broken))
-            record["moments"] = same(moments(fresh), moments(broken))
+            record["loaded"] = same(weights(fresh), held[0])
+            record["moments"] = same(moments(fresh), held[1])
             record["steps"] = self.train(fresh, half, whole)
-            record["weights"] = same(weights(fresh), expected)
+            record["weights"] = same(weights(fresh), weights(engine))
             results["forms"][form] = record
         return results
 
@@ -411,6 +413,7 @@ class Cases:
             adamw.zero_grad()
             losses.append(loss.item())
         return {
+            "steps": steps[:3],
             "loss": max(abs(a[0] - b) for a, b in zip(steps, losses, strict=True)),
             "norm": max(abs(a[1] - b) for a, b in zip(steps, norms, strict=True)),
             "weights": max(
@@ -443,7 +446,7 @@ class Cases:
     def size_policy(self):
         """Return the modules that torch wraps by itself."""
         settings = resolve({"strategy": "fsdp", "precision": "fp32"}, 2)
-        policy = partial(size_based_auto_wrap_policy, min_num_params=20_000)
+        policy = functools.partial(size_based_auto_wrap_policy, min_num_params=20_000)
         wrapped = FullyShardedDataParallel(
             model.build_model(settings), auto_wrap_policy=policy, device_id=self.ranks.device
         )
@@ -471,15 +474,23 @@ class Cases:
         }
 
     def same_bits(self, strategy, chosen):
+        model_settings = ("model", "dropout", "tie_embeddings")
+        plain = {key: chosen[key] for key in model_settings if key in chosen}
+        steps, trained, buffers = self.train_plain(strategy, tuple(plain.items()))
         changed = self.engine(strategy, **chosen)
-        dropped = ("model", "dropout", "tie_embeddings")
-        plain = self.engine(strategy, **{key: chosen[key] for key in dropped if key in chosen})
-        buffers = [dict(e.model.named_buffers()) for e in (changed, plain)]
+        same_buffers = same(dict(changed.model.named_buffers()), buffers)
         return {
-            "steps": self.train(changed, 0, 2) == self.train(plain, 0, 2),
-            "weights": same(weights(changed), weights(plain)),
-            "buffers": self.ranks.all_gather_objects(same(*buffers)),
+            "steps": self.train(changed, 0, 2) == steps,
+            "weights": same(weights(changed), trained),
+            "buffers": self.ranks.all_gather_objects(same_buffers),
         }
+
+    @functools.cache  # noqa: B019 - the cases live as long as their process
+    def train_plain(self, strategy, chosen):
+        """Return two steps with these settings, and the weights and buffers after them."""
+        engine = self.engine(strategy, **dict(chosen))
+        steps = self.train(engine, 0, 2)
+        return steps, weights(engine), dict(engine.model.named_buffers())
 
     def synchronised(self, strategy):
         """Rank 1 starts from another seed; is it overruled, with and without the setting?"""

@@ -130,6 +130,10 @@ def test_it_is_plain_adamw(runs, case):
     assert distance["weights"] < 2e-6
 
 
+def test_checkpoints_on_the_way_change_no_bit(runs):
+    assert runs(2, "fsdp-fp32")["unbroken"] == runs(2, "reference")["steps"]
+
+
 @pytest.mark.parametrize("name", SAME_BITS)
 @pytest.mark.parametrize("strategy", ENGINES)
 def test_what_saves_memory_or_time_changes_no_bit(runs, strategy, name):
