@@ -217,15 +217,16 @@ def test_bad_settings_start_no_ranks(run, tmp_path):
 
 
 @pytest.mark.judge
-@pytest.mark.parametrize("command", [TORCHRUN, ACCELERATE], ids=["torchrun", "accelerate"])
 @pytest.mark.parametrize(
-    ("scene", "code", "message"),
-    [("none:0", 0, ""), ("killed:1", 1, "SIGKILL")],
+    ("command", "scene", "code", "message"),
+    [(TORCHRUN, "none:0", 0, ""), (ACCELERATE, "killed:1", 1, "SIGKILL")],
+    ids=["torchrun", "accelerate"],
 )
 def test_real_launchers_start_and_end_the_ranks(run, command, scene, code, message):
     if "accelerate" in command[2] and not importlib.util.find_spec("accelerate"):
         pytest.skip("needs accelerate")
     done, out, err = run(scene, command=command)
     assert done == code
+    assert "running" in out  # both ranks met
     assert ("sum 2.0" in out) == (code == 0)
     assert message in err
