@@ -215,10 +215,12 @@ def serve(work: Work, prepare: Prepare | Iterable[str], *, keep_ranks: bool = Fa
     jobs: list[Job] = pickle.loads(Path(sys.argv[1]).read_bytes())
     reports = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # compilers and frameworks print: stdout is kept apart for the reports
+    gc.disable()  # it would look through all that is imported again and again
     missing = prepare(jobs) if callable(prepare) else import_all(prepare)
     _vary_runs()
     _serve_store()
     gc.freeze()
+    gc.enable()
     for job in jobs:
         if job.case in missing:
             _tell(Report(job.case, missing=missing[job.case]), reports)

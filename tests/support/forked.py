@@ -98,11 +98,13 @@ def _forward_signals(pids: list[int]) -> None:
 
 def serve(path: str, modules: list[str]) -> NoReturn:
     """Import the modules, then serve every order in a fork of its own."""
+    gc.disable()  # it would look through all that is imported again and again
     for module in modules:
         imported = importlib.import_module(module)
         if hasattr(imported, "preload"):
             imported.preload([])
     gc.freeze()
+    gc.enable()
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for these forks
     with socket.socket(socket.AF_UNIX) as listener:
         listener.bind(f"{path}.new")
