@@ -35,22 +35,22 @@ def test_every_named_model_trains_in_the_default_precision(model, tmp_path):
 def test_an_example_configuration_runs_as_it_is_and_goes_on(tmp_path, name):
     kind = "--deepspeed" if name.endswith("json") else "--accelerate"
     config = [kind, str(CONFIGS / name)]
-    printed = worlds.command(2, flags(tmp_path, *config, "--steps", "3", "--lr", "0.003"))
-    assert f"saved {tmp_path}/run/global_step3" in printed
-    document = state.read(tmp_path / "run/global_step3")
+    printed = worlds.command(2, flags(tmp_path, *config, "--steps", "2", "--lr", "0.003"))
+    assert f"saved {tmp_path}/run/global_step2" in printed
+    document = state.read(tmp_path / "run/global_step2")
     strategy, precision, batch = EXAMPLES[name]
     settings = document["settings"]
     assert settings["strategy"] == strategy
     assert settings["precision"] == precision
     assert settings["global_batch"] == batch
-    assert document["progress"]["samples"] == 3 * batch
+    assert document["progress"]["samples"] == 2 * batch
 
-    whole = worlds.command(2, flags(tmp_path / "w", *config, "--steps", "5", "--lr", "0.003"))
-    resume = ["--resume", f"{tmp_path}/run", "--steps", "5", *flags(tmp_path)]
-    printed = worlds.command(2, [*resume, "--schedule-steps", "5"])
-    if "Warmup" not in settings["schedule"]:  # a schedule over three steps is another one
+    whole = worlds.command(2, flags(tmp_path / "w", *config, "--steps", "3", "--lr", "0.003"))
+    resume = ["--resume", f"{tmp_path}/run", "--steps", "3", *flags(tmp_path)]
+    printed = worlds.command(2, [*resume, "--schedule-steps", "3"])
+    if "Warmup" not in settings["schedule"]:  # a schedule over two steps is another one
         assert printed.splitlines()[-1] == whole.splitlines()[-1], "the same parameters"
-    assert len(worlds.read_log(tmp_path / "log.jsonl").losses) == 5
+    assert len(worlds.read_log(tmp_path / "log.jsonl").losses) == 3
 
 
 @pytest.mark.parametrize(
@@ -65,9 +65,9 @@ def test_an_example_configuration_runs_as_it_is_and_goes_on(tmp_path, name):
 )
 def test_a_resumed_command_ends_as_the_unbroken_one(tmp_path, strategy):
     common = [*strategy.split(), "--global-batch", "4", "--seq-len", "16"]
-    whole = worlds.command(2, flags(tmp_path / "whole", *common, "--steps", "4"))
-    worlds.command(2, flags(tmp_path, *common, "--steps", "2", "--schedule-steps", "4"))
-    rest = worlds.command(2, [*flags(tmp_path), "--resume", f"{tmp_path}/run", "--steps", "4"])
+    whole = worlds.command(2, flags(tmp_path / "whole", *common, "--steps", "2"))
+    worlds.command(2, flags(tmp_path, *common, "--steps", "1", "--schedule-steps", "2"))
+    rest = worlds.command(2, [*flags(tmp_path), "--resume", f"{tmp_path}/run", "--steps", "2"])
     assert rest.splitlines()[-1] == whole.splitlines()[-1]
     assert worlds.read_log(tmp_path / "log.jsonl") == worlds.read_log(tmp_path / "whole/log.jsonl")
 

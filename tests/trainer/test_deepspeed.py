@@ -100,7 +100,8 @@ class Plan:
 
     def train(self, name, stage, precision, engine, source=None, **more):
         if source:
-            more |= {"resume": self.run(source), "tag": f"global_step{AT}"}
+            saved = engine == "deepspeed" and source.startswith("ds-")  # where it resumed itself
+            more |= {"resume": self.run(source), "tag": f"global_step{AT}", "is_saved": saved}
         log = self.run(name) + ".jsonl"
         chosen = self.chosen(stage, precision, engine, save=self.run(name), log=log, **more)
         self.add(name, "train", **chosen)

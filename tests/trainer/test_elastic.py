@@ -25,7 +25,7 @@ from tests.trainer import worlds
 
 pytestmark = [pytest.mark.slow, pytest.mark.judge]
 
-STEPS, EVERY = 48, 2
+STEPS, EVERY = 32, 2
 FLAGS = {
     "device": "cpu",
     "steps": STEPS,
@@ -218,7 +218,7 @@ def test_ranks_come_and_go_and_the_run_ends_with_the_bits_of_the_unbroken_one(
             # A kill while agents of torchrun look for each other can end them all.
             wait_for(lambda n=worlds_before: agents.count_worlds(size) > n, agents)  # noqa: B023
             before = read_step(run)
-            agents.open_gate(before + 4 * EVERY)
+            agents.open_gate(before + 3 * EVERY)
             wait_for(lambda b=before: read_step(run) > b, agents)
             time.sleep(agents.chance.uniform(0, 0.3))
         agents.open_gate(STEPS)

@@ -11,7 +11,7 @@ from tests.trainer import worlds
 
 pytestmark = pytest.mark.slow
 
-STEPS = 4
+STEPS = 3
 COMMON = {"global_batch": 6, "seq_len": 8, "steps": STEPS, "dropout": 0.1, "clip": 0.5}
 MODELS = {
     "fp32": {"precision": "fp32", "model": "tiny-gpt2", "param_groups": "single"},
@@ -74,8 +74,8 @@ def test_some_steps_of_the_fp16_run_are_skipped(runs):
 def test_it_goes_on_at_another_number_of_ranks_with_the_same_bits(runs, strategy, tmp_path):
     path = f"{tmp_path}/half"
     chosen = {**COMMON, **MODELS["fp32"], "strategy": strategy, "reduction": "canonical"}
-    half = {**chosen, "steps": 2, "schedule_steps": STEPS, "save": path, "log": f"{path}.jsonl"}
+    half = {**chosen, "steps": 1, "schedule_steps": STEPS, "save": path, "log": f"{path}.jsonl"}
     worlds.train_on(2, [half])
     rest = worlds.train_on(3, [{"resume": path, "steps": STEPS, "log": f"{path}.rest"}])[0][0]
     whole = runs["fp32", "ddp", 1]
-    assert (rest.losses, rest.digest) == (whole.losses[2:], whole.digest)
+    assert (rest.losses, rest.digest) == (whole.losses[1:], whole.digest)

@@ -15,7 +15,7 @@ from trainer.core.data import Corpus
 from trainer.errors import SettingsError
 from trainer.resolve import resolve
 
-HALF, END = 2, 3
+HALF, END = 1, 2
 COMMON = {
     "precision": "fp32",
     "seq_len": 16,
@@ -55,7 +55,7 @@ GRIDS = {  # ranks, and flags of the trainer
     "pp2 dp2 bf16": (4, {**ONE, "strategy": "ddp", "pp": 2, "precision": "bf16"}),
     "pp2 dp2 fp16": (
         4,
-        {**ONE, "pp": 2, "precision": "fp16", "initial_scale_power": 18, "hysteresis": 1},
+        {**ONE, "pp": 2, "precision": "fp16", "initial_scale_power": 17, "hysteresis": 1},
     ),
 }
 ELSEWHERE = (  # from -> to
