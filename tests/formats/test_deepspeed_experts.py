@@ -18,8 +18,9 @@ from reshard.core.manifest import (
     index_entries,
 )
 from reshard.errors import UnsupportedError, UsageError
-from reshard.formats.deepspeed import expert_layout, write
-from reshard.formats.deepspeed.expert_layout import parse_expert_name
+from reshard.formats.deepspeed import write
+from reshard.formats.deepspeed.experts import layout
+from reshard.formats.deepspeed.experts.layout import parse_expert_name
 from reshard.formats.deepspeed.write import expert_groups, experts
 from reshard.formats.deepspeed.write.grid import GridOptions
 from reshard.training.state import build_writable_state
@@ -186,8 +187,8 @@ def test_every_part_has_its_place(world, ranks, stage):
 @pytest.mark.parametrize("config", [{}, {"use_data_before_expert_parallelism": True}])
 def test_every_rank_has_one_place(config):
     for size in (1, 2, 3, 6):
-        owners = expert_layout.list_expert_data_ranks(6, size, config)
+        owners = layout.list_expert_data_ranks(6, size, config)
         assert sorted(rank for ranks in owners for rank in ranks) == list(range(6))
         for rank in range(6):
-            number, at = expert_layout.locate_rank(6, size, config, rank)
+            number, at = layout.locate_rank(6, size, config, rank)
             assert owners[number][at] == rank

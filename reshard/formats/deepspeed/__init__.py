@@ -14,12 +14,7 @@
     layers      the files of a pipeline's layers
     cuts        how tensor-parallel ranks share a parameter
     dialects    whose naming scheme a pipeline has; neox: GPT-NeoX's settings
-    experts     join the ranks of a mixture of experts
-    expert_files    open the files of experts
-    expert_lists    what DeepSpeed before 0.19 leaves out of their model states
-    expert_optimizers   optimizers of expert-parallel ranks without ZeRO
-    expert_layout   names of experts, and the ranks that hold them
-    autoep      runs with AutoEP, under the names of the model without it
+    experts     join the ranks of a mixture of experts, of DeepSpeed's own layer or of AutoEP
     universal   one directory for each parameter
     universal_ranks the ranks that such a directory was converted from
     write       lay out the files of other ranks, native or universal

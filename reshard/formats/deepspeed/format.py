@@ -74,13 +74,13 @@ def _read_state(location: Location, rules: Path | None, find_divisions: FindDivi
 
     first = native.open_first(files.ranks[0])
     if first.root.get("ds_autoep_layers"):
-        from reshard.formats.deepspeed import autoep
+        from reshard.formats.deepspeed.experts import autoep
 
         return autoep.read(files, first)
     if has_experts:
-        from reshard.formats.deepspeed import experts
+        from reshard.formats.deepspeed.experts import reader
 
-        return experts.read(files, first)
+        return reader.read(files, first)
     return native.read(files.ranks[0], first, find_divisions=find_divisions)
 
 

@@ -29,7 +29,7 @@ from reshard.core.manifest import (
 from reshard.errors import MIXED, CorruptError, IncompleteError, UnsupportedError
 from reshard.formats.deepspeed import stage0, stage3, stage12, swap
 from reshard.formats.deepspeed.directory import RankFiles
-from reshard.formats.deepspeed.expert_layout import list_expert_data_ranks
+from reshard.formats.deepspeed.experts.layout import list_expert_data_ranks
 from reshard.formats.deepspeed.order import get_zero_section
 from reshard.formats.deepspeed.states import (
     ModelStates,

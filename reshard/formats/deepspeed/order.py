@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from reshard.core import dtypes
 from reshard.core.dtypes import BFLOAT16, DType
-from reshard.formats.deepspeed.expert_layout import find_expert_parallel_size, has_experts
+from reshard.formats.deepspeed.experts.layout import find_expert_parallel_size, has_experts
 
 if TYPE_CHECKING:
     from reshard.training.state import TrainedGroup, TrainedParameter, WritableState

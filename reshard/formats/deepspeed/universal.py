@@ -25,8 +25,9 @@ from reshard.core.location import Location
 from reshard.core.manifest import BUFFER, MASTER, PARAM, Entry, Key, Manifest, Origin, index_entries
 from reshard.core.schema import expect
 from reshard.errors import CorruptError, IncompleteError
-from reshard.formats.deepspeed import autoep, order, stage3
+from reshard.formats.deepspeed import order, stage3
 from reshard.formats.deepspeed.directory import MODEL_FILE, SHARDED_MODEL_FILE
+from reshard.formats.deepspeed.experts import autoep
 from reshard.formats.deepspeed.schemas import UNIVERSAL_OPTIMIZER
 from reshard.formats.deepspeed.states import (
     BUILDERS,

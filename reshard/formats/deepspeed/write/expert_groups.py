@@ -14,7 +14,7 @@ from math import prod
 from typing import Any
 
 from reshard.errors import UnsupportedError
-from reshard.formats.deepspeed.expert_layout import (
+from reshard.formats.deepspeed.experts.layout import (
     has_experts,
     name_expert_group,
     parse_expert_name,

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 from reshard.core.manifest import Entry, Skeleton
 from reshard.errors import UnsupportedError, UsageError
 from reshard.formats.deepspeed import order
-from reshard.formats.deepspeed.expert_layout import (
+from reshard.formats.deepspeed.experts.layout import (
     find_expert_parallel_size,
     list_expert_data_ranks,
     locate_rank,

@@ -11,7 +11,7 @@ from typing import Any
 from reshard.containers.pickles.values import Call
 from reshard.containers.torch_writer import Slot, Storage, build_whole_tensor
 from reshard.core.box import Index
-from reshard.formats.deepspeed.expert_layout import parse_expert_name
+from reshard.formats.deepspeed.experts.layout import parse_expert_name
 from reshard.formats.deepspeed.write.objects import UNIVERSAL_VERSION, WRITTEN_AS
 from reshard.formats.deepspeed.write.pipeline import Layer
 from reshard.formats.deepspeed.write.spec import OutputSpec, adapt_args

@@ -13,7 +13,7 @@ from reshard.core.stamps import Stamp
 from reshard.errors import IncompleteError, UnsupportedError, UsageError
 from reshard.formats.deepspeed import order
 from reshard.formats.deepspeed.cuts import TENSOR_PARALLEL_INFO
-from reshard.formats.deepspeed.expert_layout import locate_rank
+from reshard.formats.deepspeed.experts.layout import locate_rank
 from reshard.formats.deepspeed.train_state import ENGINE_KEYS
 from reshard.formats.deepspeed.write.objects import UNSCALED, complete_scaler, make_initial_scaler
 from reshard.layouts.model_parallel.sizes import ONE, Sizes

@@ -13,7 +13,7 @@ from typing import Any
 from reshard.containers.torch_writer import build_whole_tensor
 from reshard.core.box import Index
 from reshard.core.dtypes import FLOAT32
-from reshard.formats.deepspeed.expert_layout import has_experts, parse_expert_name
+from reshard.formats.deepspeed.experts.layout import has_experts, parse_expert_name
 from reshard.formats.deepspeed.order import find_shape_sorted_groups
 from reshard.formats.deepspeed.write.flat_tensors import (
     build_flat_tensor,

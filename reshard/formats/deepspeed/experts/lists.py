@@ -21,7 +21,7 @@ from reshard.errors import (
 )
 from reshard.formats.deepspeed import order
 from reshard.formats.deepspeed.directory import RankFiles
-from reshard.formats.deepspeed.expert_layout import (
+from reshard.formats.deepspeed.experts.layout import (
     find_expert_parallel_size,
     list_expert_data_ranks,
 )

@@ -26,7 +26,7 @@ from reshard.core.views import Put, Reshape, apply_views
 from reshard.errors import FETCH_MISSING, MIXED, CorruptError, IncompleteError, UnsupportedError
 from reshard.formats.deepspeed import native
 from reshard.formats.deepspeed.directory import TagFiles
-from reshard.formats.deepspeed.expert_layout import has_experts
+from reshard.formats.deepspeed.experts.layout import has_experts
 from reshard.formats.deepspeed.schemas import AUTOEP_LAYERS, AUTOEP_PLACEMENTS
 from reshard.formats.deepspeed.states import ModelStates, make_whole_entry
 from reshard.system.threads import map_files_by_key

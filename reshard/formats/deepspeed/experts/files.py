@@ -20,7 +20,7 @@ from reshard.errors import (
     UnsupportedError,
 )
 from reshard.formats.deepspeed.directory import TagFiles
-from reshard.formats.deepspeed.expert_layout import parse_expert_name
+from reshard.formats.deepspeed.experts.layout import parse_expert_name
 from reshard.formats.deepspeed.states import ModelStates
 from reshard.state_dict import leaves
 from reshard.system.threads import map_files

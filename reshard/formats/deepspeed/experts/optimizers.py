@@ -13,8 +13,8 @@ from reshard.core.schema import expect, fields, maybe
 from reshard.errors import TWO_RUNS, IncompleteError, StaleError, UnsupportedError
 from reshard.formats.deepspeed import native
 from reshard.formats.deepspeed.directory import TagFiles
-from reshard.formats.deepspeed.expert_files import Expert, count_experts, insert_experts
-from reshard.formats.deepspeed.expert_layout import find_expert_parallel_size, parse_expert_name
+from reshard.formats.deepspeed.experts.files import Expert, count_experts, insert_experts
+from reshard.formats.deepspeed.experts.layout import find_expert_parallel_size, parse_expert_name
 from reshard.formats.deepspeed.schemas import OPTIMIZER
 from reshard.formats.deepspeed.stage0 import unwrap_optimizer
 from reshard.formats.deepspeed.states import ModelStates

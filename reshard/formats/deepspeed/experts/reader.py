@@ -15,15 +15,16 @@ from dataclasses import replace
 from reshard.core import dtypes
 from reshard.core.manifest import Manifest, ParamGroup
 from reshard.errors import MIXED, CorruptError, IncompleteError, StaleError, UnsupportedError
-from reshard.formats.deepspeed import expert_lists, expert_optimizers, native, order
+from reshard.formats.deepspeed import native, order
 from reshard.formats.deepspeed.directory import TagFiles
-from reshard.formats.deepspeed.expert_files import (
+from reshard.formats.deepspeed.experts import lists, optimizers
+from reshard.formats.deepspeed.experts.files import (
     Expert,
     count_experts,
     insert_experts,
     open_experts,
 )
-from reshard.formats.deepspeed.expert_layout import find_expert_parallel_size, parse_expert_name
+from reshard.formats.deepspeed.experts.layout import find_expert_parallel_size, parse_expert_name
 from reshard.formats.deepspeed.states import ModelStates
 from reshard.units import some
 
@@ -43,16 +44,16 @@ def read(files: TagFiles, first: ModelStates) -> Manifest:
         UnsupportedError: experts together with another form of model parallelism, or experts of
             another class than DeepSpeed's MoE layer.
     """
-    files = expert_optimizers.leave_out_repeated(files)
+    files = optimizers.leave_out_repeated(files)
     _refuse(files, first)
     experts = open_experts(files, first)
     module = insert_experts(first, experts)
     position = {name: at for at, name in enumerate(module)}
     lacks_lists = bool(files.ranks[0].optim) and "param_shapes" not in first.root
     if lacks_lists:
-        first = expert_lists.complete(first, files.ranks[0], module)
+        first = lists.complete(first, files.ranks[0], module)
     if files.expert_optim:
-        manifest, sizes = expert_optimizers.read(files, first, experts, position)
+        manifest, sizes = optimizers.read(files, first, experts, position)
     else:
         first, sizes = _with_all_experts(first, experts)
         manifest = native.read(files.ranks[0], first, [expert.file for expert in experts])
