@@ -1,18 +1,20 @@
-"""Open thousands of archives of one tensor each, and parse those of equal structure once.
+"""Remember the structure of archives of one tensor each, of which a checkpoint has thousands.
 
-The result of a parse depends only on the archive's structure: its local headers and pickle before
-the data, and its directory behind them. Items of one shape differ there only in the CRC of the data
-and in an id that no program reads. Equal bytes therefore give an equal result, except for the CRC,
-which is read from each archive.
+The content of an archive depends only on its structure: its local headers and pickle before the
+data, and its directory behind them. Items of one shape differ there only in the CRC of the data and
+in an id that no program reads. An archive with the same bytes elsewhere has the same content, so it
+needs no parse.
 """
 
 from __future__ import annotations
 
+import re
 from collections import defaultdict
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from reshard.containers import torch_reader, zip_reader
-from reshard.containers.torch_objects import StoredBuffer, Tensor, TorchFile
+from reshard.containers import zip_reader
+from reshard.containers.torch_objects import Tensor, TorchFile
+from reshard.core.chunks import Chunk
 from reshard.core.manifest import Record
 from reshard.system.files import Section
 
@@ -22,96 +24,89 @@ _READ_MEMBERS = ("data.pkl", "byteorder", "version")  # members whose CRCs a par
 
 @dataclass(frozen=True, slots=True)
 class _ArchiveTemplate:
-    """The structure of an archive, and the result of its parse."""
+    """The structure of an archive, and the result of its parse.
 
-    head: bytes  # up to the data
-    directory: int  # where the central directory begins
-    tail: bytes  # from there on, with the CRCs of `free` members blank
-    free: tuple[int, ...]  # their offsets in the tail
-    crc: int  # offset of the data's CRC in the tail
-    data: int  # where the data begin
-    checked: bool
-    file: TorchFile
-    tensor: Tensor
+    Args:
+        head: the bytes before the data.
+        directory: offset of the central directory.
+        tail: a pattern of the bytes from there on, whose group is the CRC of the data.
+        chunk: the tensor as one chunk of itself, at an offset from the start of the archive.
+        record: the record of the data, also at an offset from there.
+    """
+
+    head: bytes
+    directory: int
+    tail: re.Pattern[bytes]
+    chunk: Chunk
+    record: Record
 
 
 class ArchiveCache:
-    """Opens archives one after the other and remembers their structure."""
+    """The structures of archives that were parsed."""
 
     def __init__(self) -> None:
         self._templates: dict[int, list[_ArchiveTemplate]] = defaultdict(list)
 
-    def open(self, archive: Section) -> TorchFile:
-        """Open an archive like `torch_reader.read_archive`, and raise the same errors."""
+    def find(self, archive: Section) -> tuple[Chunk, Record] | None:
+        """Return the tensor of an archive as one chunk of itself, and the record of its data.
+
+        Returns:
+            None if no archive of the same structure was added.
+        """
         # Archives of one structure have one size: few templates have to be compared.
         for template in self._templates[archive.nbytes]:
-            opened = _apply_template(template, archive)
-            if opened:
-                return opened
-        file = torch_reader.read_archive(archive)
-        built = _build_template(file, archive)
-        if built is not None:
-            self._templates[archive.nbytes].append(built)
-        return file
-
-
-def _build_template(file: TorchFile, archive: Section) -> _ArchiveTemplate | None:
-    """Return the structure of an archive that has one tensor in one storage, and nothing else."""
-    tensor = file.root
-    if not isinstance(tensor, Tensor) or len(file.records) != 1:
+            found = _apply_template(template, archive)
+            if found:
+                return found
         return None
-    (record,) = file.records.values()
-    members = zip_reader.read_directory(archive).values()
-    offsets = {member.name: member.entry_offset for member in members}
-    directory = min(offsets.values())
-    free = tuple(
-        offset + _CRC - directory
-        for name, offset in offsets.items()
-        if name.rsplit("/", 1)[-1] not in _READ_MEMBERS
-    )
-    data = record.byte_offset - archive.start
-    return _ArchiveTemplate(
-        head=archive.read(0, data),
-        directory=directory,
-        tail=_blank_crcs(archive.read(directory, archive.nbytes - directory), free),
-        free=free,
-        crc=offsets[record.name] + _CRC - directory,
-        data=data,
-        checked=record.crc32 is not None,
-        file=file,
-        tensor=tensor,
-    )
+
+    def add(self, file: TorchFile, archive: Section) -> None:
+        """Remember an archive if it has one tensor in one storage, and nothing else."""
+        tensor = file.root
+        if not isinstance(tensor, Tensor) or len(file.records) != 1:
+            return
+        (record,) = file.records.values()
+        members = zip_reader.read_directory(archive).values()
+        offsets = {member.name: member.entry_offset for member in members}
+        directory, chunk = min(offsets.values()), tensor.chunk
+        free = {
+            offset + _CRC - directory: name
+            for name, offset in offsets.items()
+            if name.rsplit("/", 1)[-1] not in _READ_MEMBERS
+        }
+        tail = archive.read(directory, archive.nbytes - directory)
+        template = _ArchiveTemplate(
+            head=archive.read(0, record.byte_offset - archive.start),
+            directory=directory,
+            tail=_build_pattern(tail, free, record.name),
+            chunk=replace(chunk, byte_offset=chunk.byte_offset - archive.start),
+            record=replace(record, byte_offset=record.byte_offset - archive.start),
+        )
+        self._templates[archive.nbytes].append(template)
 
 
-def _blank_crcs(tail: bytes, offsets: tuple[int, ...]) -> bytes:
-    blanked = bytearray(tail)
-    for offset in offsets:
-        blanked[offset : offset + 4] = bytes(4)
-    return bytes(blanked)
+def _build_pattern(tail: bytes, free: dict[int, str], captured: str) -> re.Pattern[bytes]:
+    """Return a pattern of a directory with any CRCs at the `free` offsets, which have names."""
+    pattern, at = b"", 0
+    for offset in sorted(free):
+        crc = rb"(.{4})" if free[offset] == captured else rb".{4}"
+        pattern += re.escape(tail[at:offset]) + crc
+        at = offset + 4
+    return re.compile(pattern + re.escape(tail[at:]), re.DOTALL)
 
 
-def _apply_template(template: _ArchiveTemplate, archive: Section) -> TorchFile | None:
+def _apply_template(template: _ArchiveTemplate, archive: Section) -> tuple[Chunk, Record] | None:
     """Return the content of an archive by a template; None if its structure differs."""
-    if archive.read(0, template.data) != template.head:
+    if archive.read(0, len(template.head)) != template.head:
         return None
-    tail = archive.read(template.directory, archive.nbytes - template.directory)
-    if _blank_crcs(tail, template.free) != template.tail:
+    start, chunk, record = archive.start, template.chunk, template.record
+    match = template.tail.fullmatch(
+        archive.read(template.directory, archive.nbytes - template.directory)
+    )
+    if match is None:
         return None
-    old = template.tensor.storage
-    start = archive.start + template.data
-    storage = StoredBuffer(archive.path, old.key, old.dtype, old.nbytes, start)
-    tensor = Tensor(
-        storage,
-        template.tensor.offset,
-        template.tensor.shape,
-        template.tensor.strides,
-        template.tensor.dtype,
+    crc = None if record.crc32 is None else int.from_bytes(match[1], "little")
+    return (
+        Chunk(chunk.box, archive.path, start + chunk.byte_offset, chunk.byte_strides, chunk.dtype),
+        Record(start + record.byte_offset, record.nbytes, crc, record.name),
     )
-    crc = (
-        int.from_bytes(tail[template.crc : template.crc + 4], "little")
-        if template.checked
-        else None
-    )
-    name = template.file.records[old.key].name
-    records = {old.key: Record(start, old.nbytes, crc, name)}
-    return TorchFile(archive.path, archive.nbytes, tensor, template.file.globals, records)

@@ -9,9 +9,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
-from reshard.containers import safetensors, torch_objects
+from reshard.containers import safetensors, torch_objects, torch_reader
 from reshard.containers.pickles.values import Call
 from reshard.containers.torch_objects import Tensor
 from reshard.core.box import Box
@@ -94,23 +93,26 @@ class ItemReader:
                 ".metadata was altered, or belongs to another save",
             )
         self._taken.add((section.path, section.start))
-        file = self._open(section)
-        tensor = file.root
         box = block.box or Box((), ())
-        values = moments.describe(tensor)
-        if values is not None and values.box.shape == box.shape:
-            return replace(values, box=box)
-        if torch_objects.is_wrapped(tensor):
-            described: Call = tensor
-            return described
-        if not isinstance(tensor, Tensor) or (tensor.shape, tensor.dtype) != (box.shape, dtype):
-            raise CorruptError(
-                path,
-                f"contains {_describe(tensor)} at byte {block.byte_offset}, but .metadata states"
-                f" {dtype} {box.shape} of {block.key!r} there",
-                _MIXED,
-            )
-        whole = tensor.chunk
+        known = self._archives.find(section)
+        if known:
+            whole, record = known
+            self._records[section.path].append(record)
+        else:
+            file = self._open(section)
+            tensor = file.root
+            values = moments.describe(tensor)
+            if values is not None and values.box.shape == box.shape:
+                return replace(values, box=box)
+            if torch_objects.is_wrapped(tensor):
+                described: Call = tensor
+                return described
+            if not isinstance(tensor, Tensor):
+                raise _build_error(path, block, dtype, type(tensor).__name__)
+            self._archives.add(file, section)
+            whole = tensor.chunk
+        if whole.box.shape != box.shape or whole.dtype != dtype:
+            raise _build_error(path, block, dtype, f"{whole.dtype} {whole.box.shape}")
         return Chunk(box, whole.file, whole.byte_offset, whole.byte_strides, dtype)
 
     def read_object(self, path: Path, block: Block) -> torch_objects.TorchFile:
@@ -126,7 +128,7 @@ class ItemReader:
         return self._open(section)
 
     def _open(self, section: Section) -> torch_objects.TorchFile:
-        file = self._archives.open(section)
+        file = torch_reader.read_archive(section)
         self.globals |= file.globals
         self._records[section.path] += file.records.values()
         return file
@@ -174,5 +176,11 @@ class ItemReader:
         return replace(chunk, box=box)
 
 
-def _describe(value: Any) -> str:
-    return f"{value.dtype} {value.shape}" if isinstance(value, Tensor) else type(value).__name__
+def _build_error(path: Path, block: Block, dtype: DType, found: str) -> CorruptError:
+    shape = block.box.shape if block.box else ()
+    return CorruptError(
+        path,
+        f"contains {found} at byte {block.byte_offset}, but .metadata states {dtype} {shape} of"
+        f" {block.key!r} there",
+        _MIXED,
+    )
