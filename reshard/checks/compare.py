@@ -186,7 +186,7 @@ def _to_numbers(side: bytearray, at: Any, dtype: DType) -> Any:
     from reshard.quantised.decode import decode_table
 
     if dtype.family == "float8":
-        return decode_table(dtype)[np.frombuffer(side, np.uint8)[at]].astype(np.float64)
+        return decode_table(dtype.name)[np.frombuffer(side, np.uint8)[at]].astype(np.float64)
     if dtype.family == "float":
         stored: Any = np.frombuffer(side, cast.get_numpy_dtype(dtype, casting=True))[at]
         return cast.as_numbers(stored, dtype).astype(np.float64)

@@ -35,7 +35,7 @@ def dequantise(manifest: Manifest) -> tuple[Manifest, list[str]]:
         pair.codes.fqn: Entry(pair.fqn, PARAM, stated.dtype, pair.shape, (pair.value_chunk,))
         for pair in pairs
     }
-    removed = {pair.scales.fqn for pair in pairs} | set(unused)
+    removed = {entry.fqn for pair in pairs for entry in pair.stored[1:]} | set(unused)
     entries = [
         values.get(entry.fqn, entry)
         for entry in manifest.entries.values()

@@ -43,10 +43,12 @@ INLINED uint32_t load_value(const char *values, Py_ssize_t itemsize, Py_ssize_t 
     return from_bfloat16(half);
 }
 
-VECTORIZED static void decode_row(const uint8_t *codes, const char *table, const char *scales,
+VECTORIZED static void decode_row(const uint8_t *codes, const char *table, const char *zeros, const char *scales,
                                   char *out, Py_ssize_t columns) {
-    for (Py_ssize_t i = 0; i < columns; i++)
-        store(out, i, bits_of(float_of(load(table, codes[i])) * float_of(load(scales, i))));
+    for (Py_ssize_t i = 0; i < columns; i++) {
+        float value = float_of(load(table, codes[i])) - float_of(load(zeros, i));
+        store(out, i, bits_of(value * float_of(load(scales, i))));
+    }
 }
 
 /* The bits as float32 of an e4m3fn code. */
@@ -62,6 +64,35 @@ VECTORIZED static void decode_e4m3_row(const uint8_t *codes, const char *scales,
                                        Py_ssize_t columns) {
     for (Py_ssize_t i = 0; i < columns; i++)
         store(out, i, bits_of(float_of(bits_of_e4m3(codes[i])) * float_of(load(scales, i))));
+}
+
+/* The bits as float32 of an e2m1 code without its sign: 0, 0.5, 1, 1.5, 2, 3, 4, 6. */
+static inline uint32_t bits_of_e2m1(uint32_t code) {
+    return code > 1 ? (code + 252) << 22 : -(code & 1) & 0x3F000000;
+}
+
+/* Codes of 4 bits, two in a byte, as bytes. */
+VECTORIZED static void unpack_row(const uint8_t *pairs, uint8_t *codes, Py_ssize_t columns) {
+    for (Py_ssize_t i = 0; i < columns / 2; i++) {
+        codes[2 * i] = pairs[i] & 15;
+        codes[2 * i + 1] = pairs[i] >> 4;
+    }
+    if (columns % 2) codes[columns - 1] = pairs[columns / 2] & 15;
+}
+
+VECTORIZED static void decode_e2m1_row(const uint8_t *codes, const char *scales, char *out, Py_ssize_t columns) {
+    for (Py_ssize_t i = 0; i < columns; i++) {
+        uint32_t bits = bits_of_e2m1(codes[i] & 7) | (uint32_t)(codes[i] & 8) << 28;
+        store(out, i, bits_of(float_of(bits) * float_of(load(scales, i))));
+    }
+}
+
+VECTORIZED static void decode_int4_row(const uint8_t *codes, const char *zeros, const char *scales, char *out,
+                                       Py_ssize_t columns) {
+    for (Py_ssize_t i = 0; i < columns; i++) {
+        float value = (float)((int32_t)codes[i] - 8) - float_of(load(zeros, i));
+        store(out, i, bits_of(value * float_of(load(scales, i))));
+    }
 }
 
 /* How the finite values of a code are stored: exponent bias, mantissa bits, largest magnitude. */
@@ -232,11 +263,6 @@ static void transpose_bytes(const uint8_t *in, Py_ssize_t rows, Py_ssize_t colum
     }
 }
 
-/* The bits as float32 of an e2m1 code without its sign: 0, 0.5, 1, 1.5, 2, 3, 4, 6. */
-static inline uint32_t bits_of_e2m1(uint32_t code) {
-    return code > 1 ? (code + 252) << 22 : -(code & 1) & 0x3F000000;
-}
-
 /* Whether scales, which are exponents of two, are in the range in which the products of all e2m1 codes are
    normal numbers, and a quarter of the scale is one. */
 VECTORIZED static int are_usual(const uint8_t *scales, Py_ssize_t count) {
@@ -311,40 +337,76 @@ static inline int take_part(Part *part, Py_ssize_t size, Py_ssize_t columns, Py_
     return 1;
 }
 
-/* How a dtype of codes is decoded: by arithmetic, or by a table of 256 values. */
-typedef struct {
-    const char *table;
-    int is_e4m3;
-} Decoder;
+/* How codes are decoded: by arithmetic, or by a table of 256 values. The last two are two in a byte. */
+typedef enum { BY_TABLE, E4M3, PAIRS_OF_E2M1, PAIRS_OF_INT4 } Code;
 
-static inline void decode_part(const Decoder *decoder, const uint8_t *codes, const char *scales, char *out,
-                               Py_ssize_t columns) {
-    if (decoder->is_e4m3)
+static Code find_code(const char *name) {
+    return !strcmp(name, "float8_e4m3fn") ? E4M3
+           : !strcmp(name, "e2m1")        ? PAIRS_OF_E2M1
+           : !strcmp(name, "biased int4") ? PAIRS_OF_INT4
+                                          : BY_TABLE;
+}
+
+static const char ZEROS[4 * PART_COLUMNS];
+
+static void decode_part(Code code, const char *table, const uint8_t *codes, const char *zeros, const char *scales,
+                        char *out, Py_ssize_t columns) {
+    uint8_t unpacked[PART_COLUMNS];
+    if (code == BY_TABLE) {
+        decode_row(codes, table, zeros, scales, out, columns);
+    } else if (code == E4M3) {
         decode_e4m3_row(codes, scales, out, columns);
-    else
-        decode_row(codes, decoder->table, scales, out, columns);
+    } else {
+        unpack_row(codes, unpacked, columns);
+        if (code == PAIRS_OF_E2M1)
+            decode_e2m1_row(unpacked, scales, out, columns);
+        else
+            decode_int4_row(unpacked, zeros, scales, out, columns);
+    }
+}
+
+/* The numbers of a part of a row, of which each stands for `wide` columns. */
+static const char *spread(const char *row, Py_ssize_t column, Py_ssize_t count, Py_ssize_t wide, char *buffer) {
+    if (wide == 1) return row + 4 * column;
+    for (Py_ssize_t done = 0; done < count;) {
+        Py_ssize_t number = (column + done) / wide, stop = (number + 1) * wide - column;
+        uint32_t bits = load(row, number);
+        for (stop = stop < count ? stop : count; done < stop; done++) store(buffer, done, bits);
+    }
+    return buffer;
 }
 
 CAST_LOOP(float32_to_bfloat16, uint32_t, AS_IS, uint16_t, to_bfloat16, 0x7F80, 0)
 
-/* decode(codes, table, scales, out, columns, high, dtype): out = table[codes] * scales, as float32 or, if `out` has
-   two bytes for each code, as bfloat16; returns how many finite products became infinite */
+/* decode(codes, table, zeros, scales, out, columns, high, wide, code): out = (table[codes] - zeros) * scales, as
+   float32 or, if `itemsize` is 2, as bfloat16; returns how many finite products became infinite. A number stands for
+   `high` rows and `wide` columns; there can be no zeros. */
 static PyObject *decode(PyObject *module, PyObject *args) {
-    Py_buffer codes, table, scales, out;
-    Py_ssize_t columns, high, overflowed = 0;
-    const char *dtype;
-    if (!PyArg_ParseTuple(args, "y*y*y*w*nns", &codes, &table, &scales, &out, &columns, &high, &dtype))
+    Py_buffer codes, table, zeros, scales, out;
+    Py_ssize_t itemsize, columns, high, wide, overflowed = 0;
+    const char *name;
+    if (!PyArg_ParseTuple(args, "y*y*y*y*w*nnnns", &codes, &table, &zeros, &scales, &out, &itemsize, &columns, &high,
+                          &wide, &name))
         return NULL;
-    Py_ssize_t itemsize = out.len == 2 * codes.len ? 2 : 4;
-    int is_right = check(is_matrix(codes.len, scales.len, 4, columns, high) && table.len == 1024 &&
-                         has_values(&out, itemsize, codes.len));
+    Code code = find_code(name);
+    int packed = code >= PAIRS_OF_E2M1;
+    Py_ssize_t size = itemsize > 0 ? out.len / itemsize : 0, across = wide > 0 ? count_lines(columns, wide) : 0;
+    int is_right = check(has_values(&out, itemsize, size) && columns > 0 && high > 0 && wide > 0 &&
+                         size % columns == 0 && table.len == 1024 && !(packed && columns % 2 && size > columns) &&
+                         codes.len == (packed ? size / 2 + size % 2 : size) &&
+                         scales.len % 4 == 0 && scales.len / 4 % across == 0 &&
+                         scales.len / 4 / across == count_lines(size / columns, high) &&
+                         (zeros.len == 0 || zeros.len == scales.len));
     if (is_right) {
-        Decoder decoder = {table.buf, !strcmp(dtype, "float8_e4m3fn")};
-        char products[4 * PART_COLUMNS];
+        char products[4 * PART_COLUMNS], wide_scales[4 * PART_COLUMNS], wide_zeros[4 * PART_COLUMNS];
         Py_BEGIN_ALLOW_THREADS
-        for (Part part = {0}; take_part(&part, codes.len, columns, high);) {
+        for (Part part = {0}; take_part(&part, size, columns, high);) {
+            Py_ssize_t line = part.at / columns / high * across * 4, column = part.at % columns;
             char *into = (char *)out.buf + itemsize * part.at;
-            decode_part(&decoder, (uint8_t *)codes.buf + part.at, (char *)scales.buf + part.line * 4,
+            const char *scale = spread((char *)scales.buf + line, column, part.count, wide, wide_scales);
+            const char *zero =
+                zeros.len ? spread((char *)zeros.buf + line, column, part.count, wide, wide_zeros) : ZEROS;
+            decode_part(code, table.buf, (uint8_t *)codes.buf + (packed ? part.at / 2 : part.at), zero, scale,
                         itemsize == 4 ? into : products, part.count);
             if (itemsize == 2) overflowed += float32_to_bfloat16(products, into, part.count).overflowed;
         }
@@ -352,6 +414,7 @@ static PyObject *decode(PyObject *module, PyObject *args) {
     }
     PyBuffer_Release(&codes);
     PyBuffer_Release(&table);
+    PyBuffer_Release(&zeros);
     PyBuffer_Release(&scales);
     PyBuffer_Release(&out);
     return is_right ? PyLong_FromSsize_t(overflowed) : NULL;
@@ -502,13 +565,13 @@ static PyObject *compare_codes(PyObject *module, PyObject *args) {
     int is_right = check(is_matrix(codes.len, lines.len, 4, columns, high) && scales.len == lines.len &&
                          table.len == 1024 && has_values(&values, itemsize, codes.len));
     if (is_right) {
-        Decoder decoder = {table.buf, !strcmp(dtype, "float8_e4m3fn")};
+        Code code = strcmp(dtype, "float8_e4m3fn") ? BY_TABLE : E4M3;
         char products[4 * PART_COLUMNS];
         Py_BEGIN_ALLOW_THREADS
         for (Py_ssize_t i = 0; i < lines.len / 4; i++) store(lines.buf, i, 3);
         for (Part part = {0}; take_part(&part, codes.len, columns, high);) {
-            decode_part(&decoder, (uint8_t *)codes.buf + part.at, (char *)scales.buf + part.line * 4,
-                        products, part.count);
+            decode_part(code, table.buf, (uint8_t *)codes.buf + part.at, ZEROS,
+                        (char *)scales.buf + part.line * 4, products, part.count);
             compare_row((char *)values.buf + itemsize * part.at, itemsize, products, 4,
                         (char *)lines.buf + part.line * 4, part.count);
         }

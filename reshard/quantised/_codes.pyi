@@ -3,11 +3,14 @@ from typing_extensions import Buffer
 def decode(
     codes: Buffer,
     table: Buffer,
+    zeros: Buffer,
     scales: Buffer,
     out: Buffer,
+    itemsize: int,
     columns: int,
     high: int,
-    dtype: str,
+    wide: int,
+    code: str,
     /,
 ) -> int: ...
 def encode(

@@ -15,11 +15,12 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from reshard.core.chunks import Chunk
 from reshard.core.dtypes import BFLOAT16, E4M3, E5M2, E8M0, FLOAT16, FLOAT32, UINT8, DType
 from reshard.engine.move.tiles import find_reader
 from reshard.errors import CorruptError
 from reshard.quantised import loops
-from reshard.quantised.scaled import Scaled
+from reshard.quantised.scaled import BITS, E2M1, INT4, INT8, Scaled
 from reshard.system.derived import Reader
 
 Array = NDArray[Any]
@@ -59,7 +60,7 @@ def read_rounded(pool: Reader, weight: Scaled, start: int, target: memoryview) -
     Raises:
         CorruptError, ReshardError: as in `read_values`.
     """
-    if weight.packed or not loops.can_round():
+    if weight.transposed or not loops.can_round():
         return None
     return _read(pool, weight, start, np.frombuffer(target, "<u2"))
 
@@ -82,28 +83,37 @@ def decode_scales(raw: bytes | bytearray, dtype: DType) -> Array:
     if dtype in (UINT8, E8M0):  # an exponent of two
         powers: Array = np.take(_list_powers(), np.frombuffer(raw, np.uint8))
         return powers
+    if dtype == E4M3:
+        values: Array = np.take(decode_table(dtype.name), np.frombuffer(raw, np.uint8))
+        return values
     if dtype == BFLOAT16:
         return (np.frombuffer(raw, "<u2").astype(np.uint32) << 16).view(np.float32)
     return np.frombuffer(raw, {FLOAT32: "<f4", FLOAT16: "<f2"}[dtype]).astype(np.float32)
 
 
 @cache
-def decode_table(dtype: DType) -> Array:
-    """Return the 256 values of a float8 dtype as float32."""
-    if dtype == E8M0:
+def decode_table(code: str) -> Array:
+    """Return the value of each byte of a code (`Scaled.code`) as float32; 4 bits are repeated."""
+    if code == E8M0.name:
         return _list_powers()
-    mantissa_bits, bias = _FLOAT8[dtype.name]
+    if code == E2M1:
+        return np.resize(decode_e2m1(), 256)
+    if code not in _FLOAT8:
+        first = {INT4: -8, INT8: -128, "int8": 0}[code]
+        integers = np.arange(first, first + (16 if code == INT4 else 256))
+        return np.resize(integers.astype(np.int8).astype(np.float32), 256)
+    mantissa_bits, bias = _FLOAT8[code]
     codes = np.arange(128, dtype=np.int32)
     exponent, mantissa = codes >> mantissa_bits, codes & ((1 << mantissa_bits) - 1)
     significand = np.where(exponent == 0, mantissa, mantissa + (1 << mantissa_bits))
     scale = np.maximum(exponent, 1) - bias - mantissa_bits
     half = np.ldexp(significand.astype(np.float32), scale)
-    if dtype == E5M2:
+    if code == E5M2.name:
         half[124:] = np.inf, np.nan, np.nan, np.nan
-    elif dtype == E4M3:
+    elif code == E4M3.name:
         half[127] = np.nan  # e4m3fn has no infinity
     values = np.concatenate([half, -half])
-    if dtype.name.endswith("fnuz"):
+    if code.endswith("fnuz"):
         values[128] = np.nan  # the only NaN, in the place of -0
     return values
 
@@ -112,14 +122,6 @@ def decode_table(dtype: DType) -> Array:
 def decode_e2m1() -> Array:
     """Return the values of the 16 codes of e2m1 as float32."""
     return np.array([*_E2M1, *(-value for value in _E2M1)], np.float32)
-
-
-@cache
-def _build_pair_table() -> Array:
-    """Return for each byte its two e2m1 values, as one element of 8 bytes."""
-    values = decode_e2m1()
-    codes = np.arange(256)
-    return np.stack([values[codes & 15], values[codes >> 4]], axis=1).view(np.uint64).reshape(-1)
 
 
 @cache
@@ -167,33 +169,53 @@ def _decode(pool: Reader, weight: Scaled, matrix: int, origin: tuple[int, int], 
     row, column = origin
     rows, columns = out.shape
     first = (matrix * weight.rows + row) * weight.columns + column
-    lines = _take_lines(pool, weight, matrix, (row, column), out.shape)
-    high = rows // len(lines)
+    start, stop, code = first, first + rows * columns, weight.code
+    scales, wide = _take_scales(pool, weight, matrix, origin, out.shape)
+    zeros = None
+    if weight.zeros:
+        numbers = _read_zeros(pool, weight, weight.zeros, (matrix, row, rows))
+        zeros, _ = _cut_columns(numbers, weight.block[1], column, columns)
     if weight.packed:
-        start, stop = first // 2, -(-(first + rows * columns) // 2)
-        raw = _read_codes(pool, "codes of a block", weight, start, stop - start)
-        values = _build_pair_table()[raw].view(np.float32)[first % 2 :][: rows * columns]
-        out[...] = values.reshape(rows, columns)
-        loops.multiply(out, lines, high)
-        return 0
-    raw = _read_codes(pool, "codes of a block", weight, first, rows * columns)
-    dtype = weight.codes.dtype
-    table = decode_table(dtype)
-    return loops.decode(raw.reshape(rows, columns), table, lines, high, out, dtype.name)
+        start, stop = start // 2, -(-stop // 2)
+    codes = _read_codes(pool, "codes of a block", weight, start, stop - start)
+    if weight.packed and first % 2:
+        codes, code = loops.unpack(codes)[1 : 1 + rows * columns], ""
+    block = rows // len(scales), wide
+    return loops.decode(codes, decode_table(weight.code), code, scales, block, out, zeros)
 
 
-def _take_lines(
-    pool: Reader, weight: Scaled, matrix: int, origin: tuple[int, int], shape: tuple[int, ...]
+def _read_zeros(
+    pool: Reader, weight: Scaled, stored: Chunk, rows_of_matrix: tuple[int, int, int]
 ) -> Array:
-    """Return the scale of each column of a block of a matrix: one line for each row of blocks.
+    """Return what is subtracted from the codes of some rows (matrix, first, number), by block."""
+    matrix, row, rows = rows_of_matrix
+    bits, across = BITS[weight.code], weight.grid[1]
+    per_word = 32 // bits
+    first, last = row // per_word, (row + rows - 1) // per_word
+    at = (matrix * -(-weight.rows // per_word) + first) * across * 4
+    raw = pool.read(stored.file, stored.byte_offset + at, (last - first + 1) * across * 4)
+    words = np.frombuffer(raw, "<u4").reshape(-1, 1, across)
+    shifts = np.arange(0, 32, bits, dtype=np.uint32).reshape(-1, 1)
+    integers = (words >> shifts & ((1 << bits) - 1)).reshape(-1, across).astype(np.float32)
+    skipped = row - first * per_word
+    zeros: Array = integers[skipped : skipped + rows] - np.float32(1 << (bits - 1))
+    return zeros
 
-    If a line is that of several rows, lines of many rows are read together and kept.
+
+def _take_scales(
+    pool: Reader, weight: Scaled, matrix: int, origin: tuple[int, int], shape: tuple[int, ...]
+) -> tuple[Array, int]:
+    """Return scales of a block of a matrix, a row for each row of blocks, and the columns of each.
+
+    If a row of scales is that of several rows, those of many rows are read together, spread over
+    the columns, and kept.
     """
     (row, column), (rows, columns) = origin, shape
     high, width = weight.block
     step = _BLOCK // weight.columns * high
     if high == 1 or not step:
-        return _spread(_read_scales(pool, weight, matrix, row, rows), width, column, columns)
+        scales = _read_scales(pool, weight, matrix, row, rows)
+        return _cut_columns(scales, width, column, columns)
     start = row - row % step
 
     def read_lines() -> Array:
@@ -202,7 +224,16 @@ def _take_lines(
 
     lines = find_reader(pool).keep("lines of scales", (weight, matrix, start), read_lines)
     line = (row - start) // high
-    return np.ascontiguousarray(lines[line : line + 1, column : column + columns])
+    return np.ascontiguousarray(lines[line : line + 1, column : column + columns]), 1
+
+
+def _cut_columns(numbers: Array, width: int, column: int, columns: int) -> tuple[Array, int]:
+    """Return the numbers of some columns, of which each has ``width`` columns, and their width."""
+    if column % width:
+        return _spread(numbers, width, column, columns), 1
+    return np.ascontiguousarray(
+        numbers[:, column // width : -(-(column + columns) // width)]
+    ), width
 
 
 def _spread(scales: Array, width: int, column: int, columns: int) -> Array:
@@ -227,6 +258,8 @@ def _read_scales(pool: Reader, weight: Scaled, matrix: int, row: int, rows: int)
     """
     at, raw = _read_stored_scales(pool, weight, matrix, row, rows)
     scales = decode_scales(raw, weight.scales.dtype)
+    if (weight.factor, weight.divisor) != (1.0, 1.0):
+        scales = scales * np.float32(weight.factor) / np.float32(weight.divisor)
     check_scales(weight, scales, at)
     return scales.reshape(-1, weight.grid[1])
 

@@ -29,8 +29,8 @@ from reshard.core.dtypes import (
     round_to_bfloat16,
 )
 from reshard.quantised import loops
-from reshard.quantised.decode import build_products, decode_e2m1, decode_scales, decode_table
-from reshard.quantised.scaled import Scaled
+from reshard.quantised.decode import build_products, decode_scales, decode_table
+from reshard.quantised.scaled import E2M1, Scaled
 
 Array = NDArray[Any]
 
@@ -67,8 +67,8 @@ def compare_codes(values: Array, codes: Array, scales: Array, high: int, weight:
         high: the rows that share a line of scales.
         weight: where codes and scales are stored, and how.
     """
-    dtype, lines = weight.codes.dtype, _spread(scales, weight, values.shape[1])
-    compared = loops.compare_codes(values, codes, decode_table(dtype), lines, high, dtype.name)
+    lines, table = _spread(scales, weight, values.shape[1]), decode_table(weight.code)
+    compared = loops.compare_codes(values, codes, table, lines, high, weight.code)
     return _find_same(compared, weight)
 
 
@@ -106,7 +106,7 @@ def choose_scales(values: Array, amax: Array, weight: Scaled) -> Array:
         amax: the largest absolute value of each block.
         weight: where codes and scales are stored, and how.
     """
-    largest = _list_magnitudes(None if weight.packed else weight.codes.dtype)[-1]
+    largest = _list_magnitudes(weight.code)[-1]
     with np.errstate(under="ignore"):
         ratio: Array = amax / largest
     dtype = weight.scales.dtype
@@ -125,7 +125,7 @@ def encode(values: Array, stored_scales: Array, weight: Scaled) -> Array:
     """Return the codes of values as bytes."""
     high = weight.value_block[0]
     if weight.packed and weight.transposed:
-        powers, magnitudes = decode_table(E8M0), _list_magnitudes(None)
+        powers, magnitudes = decode_table(E8M0.name), _list_magnitudes(E2M1)
         return loops.encode_pairs(values, stored_scales, powers, high, magnitudes)
     scales = decode_stored(stored_scales, weight.scales.dtype)
     lines = _spread(np.where(scales == 0, np.float32(1), scales), weight, values.shape[1])
@@ -145,11 +145,6 @@ def decode_stored(scales: Array, dtype: DType) -> Array:
     return decode_scales(scales.tobytes(), dtype).reshape(scales.shape)
 
 
-def list_values(weight: Scaled) -> Array:
-    """Return the value of each code, infinite and NaN ones included."""
-    return decode_e2m1() if weight.packed else decode_table(weight.codes.dtype)
-
-
 def _reduce_columns(function: np.ufunc, lines: Array, wide: int) -> Array:
     """Reduce every ``wide`` columns to one; the last ones can be fewer."""
     if wide == 1:
@@ -159,20 +154,12 @@ def _reduce_columns(function: np.ufunc, lines: Array, wide: int) -> Array:
 
 
 def _encode(values: Array, lines: Array, high: int, weight: Scaled) -> Array:
-    dtype = None if weight.packed else weight.codes.dtype
-    name = "e2m1" if dtype is None else dtype.name
-    return loops.encode(values, lines, high, _list_magnitudes(dtype), name)
+    return loops.encode(values, lines, high, _list_magnitudes(weight.code), weight.code)
 
 
-def _list_magnitudes(dtype: DType | None) -> Array:
-    """Return the finite values of the codes without a sign, in their order.
-
-    Args:
-        dtype: the dtype of the codes; None: e2m1.
-    """
-    if dtype is None:
-        return decode_e2m1()[:8]
-    return decode_table(dtype)[: 124 if dtype == E5M2 else 127]
+def _list_magnitudes(code: str) -> Array:
+    """Return the finite values of the codes without a sign, in their order."""
+    return decode_table(code)[: {E2M1: 8, E5M2.name: 124}.get(code, 127)]
 
 
 def _round(scales: Array, dtype: DType) -> Array:
@@ -214,9 +201,8 @@ def _give_values(rows: Array, scales: Array, weight: Scaled) -> Array:
     repeated = np.tile(rows.reshape(-1, columns), (len(scales), 1))
     lines = _spread(scales.reshape(-1, scales.shape[-1]), weight, columns)
     codes = _encode(repeated, lines, high, weight)
-    name = "e2m1" if weight.packed else weight.codes.dtype.name
-    table = np.resize(list_values(weight), 256)
-    compared = loops.compare_codes(repeated, codes, table, lines, high, name)
+    table = decode_table(weight.code)
+    compared = loops.compare_codes(repeated, codes, table, lines, high, weight.code)
     bits = _reduce_columns(np.bitwise_and, compared, wide)
     is_equal: Array = (bits & 1) != 0
     return is_equal.reshape(scales.shape)

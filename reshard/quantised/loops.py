@@ -14,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from reshard.core.dtypes import round_to_bfloat16
+from reshard.quantised.scaled import E2M1, INT4
 from reshard.system.compiled import find_compiled
 
 Array = NDArray[Any]
@@ -27,29 +28,47 @@ def can_round() -> bool:
     return _compiled is not None
 
 
-def decode(codes: Array, table: Array, lines: Array, high: int, out: Array, dtype: str) -> int:
+def decode(
+    codes: Array,
+    table: Array,
+    code: str,
+    scales: Array,
+    block: tuple[int, int],
+    out: Array,
+    zeros: Array | None = None,
+) -> int:
     """Write the products of codes and scales; return how many finite ones became infinite.
 
     Args:
-        codes: a matrix of bytes.
-        table: the 256 values of the codes, in float32.
-        lines: the scales, in float32.
-        high: the rows that share a line.
-        out: a matrix of float32 or, if `can_round`, of the bits of bfloat16.
-        dtype: the name of the codes' dtype.
+        codes: the bytes of a matrix, row-major.
+        table: the value of each byte, in float32.
+        code: what the codes are (`Scaled.code`); any other name if each is a byte.
+        scales: a row for each row of blocks, in float32.
+        block: the rows and columns that share a scale, counted from the first ones.
+        out: the matrix of values in float32 or, if `can_round`, of the bits of bfloat16.
+        zeros: what is subtracted from the codes, in float32, like the scales.
     """
+    high, wide = block
     if _compiled is not None:
-        overflowed: int = _compiled.decode(codes, table, lines, out, codes.shape[1], high, dtype)
+        less = b"" if zeros is None else zeros
+        overflowed: int = _compiled.decode(
+            codes, table, less, scales, out, out.itemsize, out.shape[1], high, wide, code
+        )
         return overflowed
-    np.take(table, codes, out=out, mode="clip")
-    multiply(out, lines, high)
+    if code in (E2M1, INT4):
+        codes = unpack(codes)[: out.size]
+    np.take(table, codes.reshape(out.shape), out=out, mode="clip")
+    if zeros is not None:
+        out -= _spread(zeros, block, out.shape)
+    with np.errstate(over="ignore", invalid="ignore"):
+        out *= _spread(scales, block, out.shape)
     return 0
 
 
-def multiply(values: Array, lines: Array, high: int) -> None:
-    """Multiply values by scales, in place."""
-    with np.errstate(over="ignore", invalid="ignore"):
-        values *= _repeat(lines, high, len(values))
+def unpack(pairs: Array) -> Array:
+    """Return codes of 4 bits, of which a byte has two, as bytes."""
+    codes: Array = _build_byte_table()[pairs].view(np.uint8)
+    return codes
 
 
 def encode(values: Array, lines: Array, high: int, magnitudes: Array, dtype: str) -> Array:
@@ -141,7 +160,7 @@ def compare_codes(
         )
         return lines
     products = np.empty(codes.shape, np.float32)
-    decode(codes, table, scales, high, products, dtype)
+    decode(codes, table, "", scales, (high, 1), products)
     return compare(values, products, high)
 
 
@@ -228,9 +247,22 @@ def _repeat(lines: Array, high: int, rows: int) -> Array:
     return lines if high == 1 or len(lines) == 1 else np.repeat(lines, high, axis=0)[:rows]
 
 
+def _spread(numbers: Array, block: tuple[int, int], shape: tuple[int, ...]) -> Array:
+    """Return the number of each element of a matrix, or one row of them if it is that of all."""
+    wide = np.repeat(numbers, block[1], axis=1)[:, : shape[1]] if block[1] > 1 else numbers
+    return _repeat(wide, block[0], shape[0])
+
+
 def _reduce_rows(function: np.ufunc, values: Array, high: int, lines: Array) -> None:
     """Reduce every ``high`` rows to one; the last ones can be fewer."""
     function.reduceat(values, range(0, len(values), high), axis=0, out=lines)
+
+
+@cache
+def _build_byte_table() -> Array:
+    """Return for each byte its two codes of 4 bits, as one element of two bytes."""
+    pairs = np.arange(256)
+    return np.stack([pairs & 15, pairs >> 4], axis=1).astype(np.uint8).view(np.uint16).reshape(-1)
 
 
 @cache

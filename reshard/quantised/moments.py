@@ -106,7 +106,7 @@ class Moment:
         if self.table is None:
             from reshard.quantised.decode import decode_table
 
-            return decode_table(self.codes.dtype)
+            return decode_table(self.codes.dtype.name)
         return _read(pool, self.table, 0, 1 << self.bits, "<f4")
 
     def _read_codes(self, pool: Reader, start: int, stop: int) -> Array:

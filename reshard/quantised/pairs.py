@@ -1,104 +1,22 @@
-"""The codes and scales of each quantised weight: found by their names, checked by their shapes.
-
-The values of a weight are computed bytes, which no file stores.
-"""
+"""The codes and scales of each quantised weight: found by their names, checked by their shapes."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from math import prod
 
-from reshard.core.box import Index, whole
-from reshard.core.chunks import Chunk, contiguous
 from reshard.core.dtypes import BFLOAT16, E8M0, FLOAT16, FLOAT32, UINT8
 from reshard.core.manifest import PARAM, Entry, Manifest, Quantisation
 from reshard.errors import CorruptError, IncompleteError, UnsupportedError
-from reshard.quantised.scale_names import CODE_DTYPES, FLOAT8, PACKED, name_scales
-from reshard.quantised.scaled import Scaled
-from reshard.system.derived import Derived, Reader
+from reshard.quantised.compressed import find_compressed
+from reshard.quantised.grids import fit_grid
+from reshard.quantised.scale_names import CODE_DTYPES, FLOAT8, PACKED, UNUSED, name_scales
+from reshard.quantised.scaled import E2M1, Scaled
+from reshard.quantised.weights import QuantisedPair
 
 _EXPONENTS = (UINT8, E8M0)
 _SCALES = (FLOAT32, BFLOAT16, FLOAT16, *_EXPONENTS)
-_FUSED = "gate_up_proj"  # transformers concatenates a gate's blocks and those of its up projection
 _GROUP = 32  # values of an MXFP4 block; OCP Microscaling Formats 1.0
-# Scales of activations and of the cache of keys and values, which weights do not depend on.
-_UNUSED = ("activation_scale", "input_scale", "qscale_act", ".q_scale", ".k_scale", ".v_scale")
-
-
-@dataclass(frozen=True, slots=True)
-class WeightValues:
-    """The values of a quantised weight, row-major; it implements `derived.Computation`."""
-
-    weight: Scaled
-
-    @property
-    def nbytes(self) -> int:
-        """The size of the values in bytes."""
-        return self.weight.numel * self.weight.dtype.itemsize
-
-    @property
-    def files(self) -> tuple[str, ...]:
-        """The files that store codes and scales."""
-        return tuple(dict.fromkeys((self.weight.codes.file, self.weight.scales.file)))
-
-    @property
-    def tile_nbytes(self) -> int:
-        """The size of a row of blocks, which share scales, or of a transposed matrix."""
-        weight = self.weight
-        if weight.transposed:
-            return weight.rows * weight.columns * weight.dtype.itemsize
-        return weight.columns * weight.block[0] * weight.dtype.itemsize
-
-    @property
-    def name(self) -> Derived:
-        """The name under which the values can be read."""
-        codes = self.weight.codes
-        return Derived(codes.file, f"values of {self.weight.fqn} at {codes.byte_offset}", self)
-
-    def read_into(self, pool: Reader, byte_offset: int, target: memoryview) -> None:
-        """Fill ``target`` with the values from a byte offset on.
-
-        Raises:
-            CorruptError: a scale is infinite or not a number.
-            ReshardError: a file cannot be read.
-        """
-        from reshard.quantised import decode  # imports numpy
-
-        decode.read_values(pool, self.weight, byte_offset // self.weight.dtype.itemsize, target)
-
-    def read_rounded(self, pool: Reader, byte_offset: int, target: memoryview) -> int | None:
-        """Fill ``target`` with the values in bfloat16; see `derived.Rounding`.
-
-        Raises:
-            CorruptError, ReshardError: as in `read_into`.
-        """
-        from reshard.quantised import decode  # imports numpy
-
-        start = byte_offset // self.weight.dtype.itemsize
-        return decode.read_rounded(pool, self.weight, start, target)
-
-
-@dataclass(frozen=True, slots=True)
-class QuantisedPair:
-    """A quantised weight: its codes and scales, and how they belong together.
-
-    Args:
-        fqn: the name of the weight.
-        shape: the shape of the weight.
-    """
-
-    fqn: str
-    shape: Index
-    codes: Entry
-    scales: Entry
-    weight: Scaled
-
-    @property
-    def value_chunk(self) -> Chunk:
-        """The dequantised weight as a chunk."""
-        file = WeightValues(self.weight).name
-        return contiguous(file, 0, self.weight.dtype, whole(self.shape))
 
 
 def find_pairs(manifest: Manifest, stated: Quantisation) -> list[QuantisedPair]:
@@ -109,12 +27,12 @@ def find_pairs(manifest: Manifest, stated: Quantisation) -> list[QuantisedPair]:
         IncompleteError: codes without scales, or scales without codes.
         CorruptError: the shapes of codes and scales do not fit.
     """
-    find = {"fp8": _find_fp8, "mxfp4": _find_mxfp4}.get(stated.method)
+    find = METHODS.get(stated.method)
     if find is None:
         raise UnsupportedError(
             stated.stated_in,
             f"states that the model is quantised with {stated.method!r}, which reshard cannot"
-            " dequantise (it knows fp8 and mxfp4)",
+            f" dequantise (it knows {', '.join(METHODS)})",
             "dequantise the model with the library that quantised it, or use the model that was"
             " quantised; reshard merge without --dtype copies codes and scales unchanged",
         )
@@ -127,7 +45,7 @@ def find_pairs(manifest: Manifest, stated: Quantisation) -> list[QuantisedPair]:
 
 def list_unused_scales(manifest: Manifest) -> list[str]:
     """Return the names of scales that belong to activations, not to weights."""
-    return [entry.fqn for entry in manifest.of_kind(PARAM) if entry.fqn.endswith(_UNUSED)]
+    return [entry.fqn for entry in manifest.of_kind(PARAM) if entry.fqn.endswith(UNUSED)]
 
 
 def _check_stored(manifest: Manifest, pair: QuantisedPair) -> None:
@@ -136,7 +54,7 @@ def _check_stored(manifest: Manifest, pair: QuantisedPair) -> None:
     Raises:
         UnsupportedError: they are strided, in several parts, or in a torch archive.
     """
-    for entry in (pair.codes, pair.scales):
+    for entry in pair.stored:
         chunk = entry.chunks[0]
         plain = len(entry.chunks) == 1 and chunk.is_dense and chunk.factor == 1.0
         if not plain or manifest.files[chunk.file].has_checksums:
@@ -153,7 +71,7 @@ def _find_fp8(
     """Yield float8 weights with scales (transformers 5.23 ``quantizer_finegrained_fp8.py``)."""
     used = set()
     for fqn, codes in entries.items():
-        if fqn.endswith(_UNUSED):
+        if fqn.endswith(UNUSED):
             continue
         scales = next((entries[name] for name in name_scales(fqn) if name in entries), None)
         packed = codes.dtype == PACKED and scales is not None and scales.dtype in _EXPONENTS
@@ -192,7 +110,9 @@ def _pair_fp8(codes: Entry, scales: Entry, stated: Quantisation, *, packed: bool
             f"{scales.fqn!r} has dtype {scales.dtype}, which reshard does not support for scales",
         )
     matrices, (rows, columns) = prod(shape[:-2]), shape[-2:]
-    geometry = _fit_grid(codes.fqn, shape, scales, None if packed else _read_block(stated))
+    geometry = fit_grid(
+        codes.fqn, shape, scales, scales.shape, None if packed else _read_block(stated)
+    )
     weight = Scaled(
         codes.fqn,
         codes.chunks[0],
@@ -201,25 +121,10 @@ def _pair_fp8(codes: Entry, scales: Entry, stated: Quantisation, *, packed: bool
         rows // geometry.cuts,
         columns,
         geometry.block,
-        packed=packed,
+        E2M1 if packed else codes.dtype.name,
         shared=geometry.shared,
     )
     return QuantisedPair(codes.fqn, shape, codes, scales, weight)
-
-
-@dataclass(frozen=True, slots=True)
-class _Geometry:
-    """How scales are spread over a weight.
-
-    Args:
-        block: the rows and columns of a block.
-        cuts: the number of parts, along the rows, whose blocks begin anew.
-        shared: whether one scale stands for all matrices.
-    """
-
-    block: tuple[int, int]
-    cuts: int = 1
-    shared: bool = False
 
 
 def _read_block(stated: Quantisation) -> tuple[int, int] | None:
@@ -240,47 +145,6 @@ def _read_block(stated: Quantisation) -> tuple[int, int] | None:
             stated.stated_in, f"weight_block_size is {block!r}, expected two positive integers"
         )
     return block[0], block[1]
-
-
-def _fit_grid(fqn: str, shape: Index, scales: Entry, block: tuple[int, int] | None) -> _Geometry:
-    """Return how the scales are spread over a weight.
-
-    Raises:
-        CorruptError: they do not fit it.
-    """
-    rows, columns = shape[-2:]
-    if scales.numel == 1:
-        return _Geometry((max(rows, 1), max(columns, 1)), shared=True)
-    lead, grid = scales.shape[:-2], scales.shape[-2:]
-    if len(scales.shape) == len(shape) and lead == shape[:-2]:
-        stated = block or _derive_block((rows, columns), grid)
-        if stated is not None:
-            down, across = _count_blocks((rows, columns), stated)
-            half, odd = divmod(rows, 2)
-            halves = (2 * -(-half // stated[0]), across)
-            if fqn.endswith(_FUSED) and not odd and grid == halves:
-                return _Geometry(stated, cuts=2)
-            if grid == (down, across):
-                return _Geometry(stated)
-    expected = _count_blocks((rows, columns), block) if block else "one, or an even grid"
-    size = f"blocks of {block[0]} x {block[1]}" if block else "no weight_block_size"
-    raise CorruptError(
-        scales.where,
-        f"{scales.fqn!r}: scales of shape {scales.shape} do not fit {fqn!r} of shape {shape} with"
-        f" {size}: expected {expected}",
-        "config.json is of another model, or the file is damaged: fetch both again",
-    )
-
-
-def _count_blocks(size: tuple[int, ...], block: tuple[int, int]) -> tuple[int, int]:
-    return -(-size[0] // block[0]), -(-size[1] // block[1])
-
-
-def _derive_block(size: tuple[int, ...], grid: Index) -> tuple[int, int] | None:
-    """Return the blocks of a grid that divides a matrix evenly; None if it does not."""
-    if not all(grid) or size[0] % grid[0] or size[1] % grid[1]:
-        return None
-    return max(size[0] // grid[0], 1), max(size[1] // grid[1], 1)
 
 
 def _find_mxfp4(
@@ -319,7 +183,7 @@ def _pair_mxfp4(fqn: str, codes: Entry, scales: Entry) -> QuantisedPair:
         rows,
         columns,
         (1, _GROUP),
-        packed=True,
+        E2M1,
         transposed=True,
     )
     return QuantisedPair(fqn, (experts, columns, rows), codes, scales, weight)
@@ -334,6 +198,14 @@ def _explain_mxfp4(codes: Entry, scales: Entry) -> CorruptError:
     )
 
 
+METHODS = {  # quant_method -> the function that finds the weights
+    "fp8": _find_fp8,
+    "mxfp4": _find_mxfp4,
+    "compressed-tensors": find_compressed,
+    "modelopt": find_compressed,
+}
+
+
 def find_evidence(manifest: Manifest) -> Entry | None:
     """Return an entry that is part of a quantised weight, by its dtype and the names, or None.
 
@@ -345,7 +217,7 @@ def find_evidence(manifest: Manifest) -> Entry | None:
 
 def _is_evidence(entry: Entry, entries: Mapping[str, Entry]) -> bool:
     fqn = entry.fqn
-    if entry.dtype in CODE_DTYPES and not entries.keys().isdisjoint(name_scales(fqn)):
+    if entry.dtype in (*CODE_DTYPES, UINT8) and not entries.keys().isdisjoint(name_scales(fqn)):
         return True
     if entry.dtype == UINT8 and fqn.endswith(_ENDS[0]):
         return fqn.removesuffix(_ENDS[0]) + _ENDS[1] in entries

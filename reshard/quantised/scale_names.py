@@ -11,6 +11,11 @@ from reshard.core.manifest import Entry, find_most_common_dtype
 FLOAT8 = (E4M3, E5M2)
 PACKED = BY_NAME["int8"]  # two e2m1 codes: the experts of DeepSeek V4
 CODE_DTYPES = (*FLOAT8, PACKED)
+# Scales of activations and of the cache of keys and values, which weights do not depend on.
+UNUSED = (
+    *("activation_scale", "input_scale", "input_global_scale", "input_zero_point", "qscale_act"),
+    *(".output_scale", ".output_zero_point", ".q_scale", ".k_scale", ".v_scale"),
+)
 _OF_BITSANDBYTES = ("absmax", "quant_map")  # the ends of nested_absmax and nested_quant_map, too
 
 

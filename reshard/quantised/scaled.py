@@ -7,6 +7,10 @@ from dataclasses import dataclass
 from reshard.core.chunks import Chunk
 from reshard.core.dtypes import BFLOAT16, FLOAT32, DType
 
+E2M1 = "e2m1"  # OCP Microscaling Formats 1.0
+INT4, INT8 = "biased int4", "biased int8"  # compressed-tensors adds 8 or 128 to what it packs
+BITS = {INT4: 4, INT8: 8}
+
 
 @dataclass(frozen=True, slots=True)
 class Scaled:
@@ -23,9 +27,12 @@ class Scaled:
         rows: the rows of a matrix as stored.
         columns: the values in a row as stored.
         block: the rows and columns of a block.
-        packed: whether a byte holds two codes of 4 bits (e2m1), the lower bits first.
+        code: what a code is: `E2M1`, `INT4`, `INT8`, or the name of the stored dtype.
         transposed: whether the weight has each matrix transposed.
         shared: whether all matrices have one grid of scales.
+        factor, divisor: numbers by which every scale is multiplied and divided, in float32.
+        zeros: integers to subtract from the codes, one for each scale and each row, packed along
+            the columns of their grid as the codes are along the rows of theirs; or None.
     """
 
     fqn: str
@@ -35,9 +42,17 @@ class Scaled:
     rows: int
     columns: int
     block: tuple[int, int]
-    packed: bool = False
+    code: str
     transposed: bool = False
     shared: bool = False
+    factor: float = 1.0
+    divisor: float = 1.0
+    zeros: Chunk | None = None
+
+    @property
+    def packed(self) -> bool:
+        """Whether a byte holds two codes of 4 bits, the lower bits first."""
+        return self.code in (E2M1, INT4)
 
     @property
     def grid(self) -> tuple[int, int]:

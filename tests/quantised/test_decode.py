@@ -389,7 +389,7 @@ WRONG = {
             UnsupportedError,
             f"quantised with '{method}'",
         )
-        for method in ("gptq", "awq", "bitsandbytes", "compressed-tensors", "modelopt")
+        for method in ("gptq", "awq", "bitsandbytes", "quanto", "torchao")
     },
     "older bitsandbytes": (
         {"a.weight": torch.ones(2, dtype=torch.int8)},
@@ -417,7 +417,7 @@ def test_what_cannot_be_dequantised_is_refused_by_name(tmp_path, case):
     assert {path.name for path in tmp_path.iterdir()} == {"m"}
 
 
-@pytest.mark.parametrize("name", ["hf_quant_config.json", "quantize_config.json"])
+@pytest.mark.parametrize("name", ["quant_config.json", "quantize_config.json"])
 def test_a_statement_in_a_file_of_its_own_counts_and_goes_along(tmp_path, name):
     source = write_model(tmp_path / "m", {"a.weight": torch.ones(2, dtype=torch.int8)}, None)
     (source / name).write_text("{}")

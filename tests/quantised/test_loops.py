@@ -8,9 +8,10 @@ import torch
 from safetensors.torch import load_file
 
 import reshard
-from reshard.core.dtypes import BFLOAT16, BY_NAME, E8M0, FLOAT32
+from reshard.core.dtypes import BFLOAT16, E8M0, FLOAT32
 from reshard.engine.move import cast
 from reshard.quantised import decode, encode, loops
+from reshard.quantised.scaled import E2M1, INT4, INT8
 from tests.quantised.models import (
     FP8,
     MXFP4,
@@ -58,11 +59,11 @@ def test_every_code_times_every_kind_of_scale(both, dtype):
     special = np.array(SPECIAL, "<f4")
     scales = np.concatenate([special, -special, random_floats(2001)])
     codes = np.repeat(np.arange(256, dtype=np.uint8)[:, None], len(scales), axis=1)
-    table = decode.decode_table(BY_NAME[dtype])
+    table = decode.decode_table(dtype)
 
     def products():
         out = np.empty(codes.shape, np.float32)
-        loops.decode(codes, table, scales[None], len(codes), out, dtype)
+        loops.decode(codes, table, dtype, scales[None], (len(codes), 1), out)
         return out
 
     ours, wanted = both(products)
@@ -72,26 +73,46 @@ def test_every_code_times_every_kind_of_scale(both, dtype):
     assert ((ours == theirs) | (np.isnan(ours) & np.isnan(theirs))).all()
 
 
+@pytest.mark.parametrize("code", [E2M1, INT4, INT8])
+@pytest.mark.parametrize(("rows", "columns", "block"), [(5, 4502, (1, 16)), (7, 96, (3, 32))])
+def test_codes_of_blocks_are_decoded_alike(both, code, rows, columns, block):
+    packed = code != INT8
+    draw = np.random.default_rng(7)
+    codes = draw.integers(0, 256, rows * columns // (2 if packed else 1), np.uint8)
+    grid = -(-rows // block[0]), -(-columns // block[1])
+    zeros = draw.integers(-8, 8, grid).astype(np.float32) if code != E2M1 else None
+
+    def values():
+        out = np.empty((rows, columns), np.float32)
+        loops.decode(
+            codes, decode.decode_table(code), code, random_floats(*grid), block, out, zeros
+        )
+        return out
+
+    ours, wanted = both(values)
+    assert ((ours.view("u4") == wanted.view("u4")) | (np.isnan(ours) & np.isnan(wanted))).all()
+
+
 @pytest.mark.parametrize("dtype", FLOAT8)
 @pytest.mark.parametrize("columns", [301, 4501])
 def test_products_are_rounded_like_a_cast(built, monkeypatch, dtype, columns):
     monkeypatch.setattr(loops, "_compiled", built)
     codes = np.random.default_rng(3).integers(0, 256, (7, columns), np.uint8)
-    scales, table = random_floats(2, columns), decode.decode_table(BY_NAME[dtype])
+    scales, table = random_floats(2, columns), decode.decode_table(dtype)
     codes[:, 0] = 0x3C
     scales[:, 0] = 3.4e38 / table[0x3C]  # finite in float32, but not in bfloat16
     products, wanted = np.empty(codes.shape, np.float32), np.empty(codes.shape, "<u2")
-    assert loops.decode(codes, table, scales, 4, products, dtype) == 0
+    assert loops.decode(codes, table, dtype, scales, (4, 1), products) == 0
     counts = cast.cast(products.reshape(-1), wanted.reshape(-1), FLOAT32, BFLOAT16, clamp=False)
     rounded = np.empty(codes.shape, "<u2")
-    assert (loops.decode(codes, table, scales, 4, rounded, dtype), 0) == counts
+    assert (loops.decode(codes, table, dtype, scales, (4, 1), rounded), 0) == counts
     assert counts[0] >= 7
     assert (rounded == wanted).all()
 
 
 @pytest.mark.parametrize("dtype", [*FLOAT8, "e2m1"])
 def test_values_around_every_tie_become_the_same_codes(both, dtype):
-    magnitudes = encode._list_magnitudes(BY_NAME.get(dtype))
+    magnitudes = encode._list_magnitudes(dtype)
     halves = np.arange(1 << 16, dtype=np.uint32) << 16
     lower = np.array([0, 1, 0x7FFF, 0x8000, 0x8001, 0xFFFF], np.uint32)
     values = (halves | lower[:, None]).view(np.float32)
@@ -110,7 +131,7 @@ def test_blocks_with_uneven_edges(both, dtype, rows, high):
     values = random_floats(rows, 301)
     lines = np.abs(random_floats(-(-rows // high), 301))
     lines[~(np.isfinite(lines) & (lines > 0))] = 2.0**-9
-    magnitudes = encode._list_magnitudes(BY_NAME.get(dtype))
+    magnitudes = encode._list_magnitudes(dtype)
     ours, wanted = both(lambda: loops.encode(values, lines, high, magnitudes, dtype))
     assert (ours == wanted).all()
 
@@ -136,7 +157,7 @@ def test_bfloat16_has_the_results_of_its_values_in_float32(both, rows, high):
     halves = random_floats(rows, 2501).view("<u2")[:, ::2].copy()  # wider than what is widened
     values = loops.widen(halves)
     lines = np.full((-(-rows // high), 2501), 2.0**-9, np.float32)
-    magnitudes = encode._list_magnitudes(None)
+    magnitudes = encode._list_magnitudes(E2M1)
     for other in (halves, values):
         for made in both(lambda other=other: loops.compare(halves, other, high)):
             assert (made == loops.compare(values, values, high)).all()
@@ -154,7 +175,7 @@ def test_codes_of_two_rows_share_bytes(both, rows, high, itemsize, least, most):
     values = values.view("<u2")[:, ::2].copy() if itemsize == 2 else values
     draw = np.random.default_rng(1)
     exponents = draw.integers(least, most + 1, (-(-rows // high), 2501), np.uint8)
-    powers, magnitudes = decode.decode_table(E8M0), encode._list_magnitudes(None)
+    powers, magnitudes = decode.decode_table(E8M0.name), encode._list_magnitudes(E2M1)
     codes = loops.encode(values, powers[exponents], high, magnitudes, "e2m1")
     for made in both(lambda: loops.encode_pairs(values, exponents, powers, high, magnitudes)):
         assert (made == codes[::2] + 16 * codes[1::2]).all()
@@ -164,7 +185,7 @@ def test_codes_of_two_rows_share_bytes(both, rows, high, itemsize, least, most):
 def test_every_bfloat16_becomes_the_code_of_its_quotient(both, exponent):
     halves = np.arange(1 << 16, dtype="<u2").reshape(2, -1)
     exponents = np.full((1, 1 << 15), exponent, np.uint8)
-    powers, magnitudes = decode.decode_table(E8M0), encode._list_magnitudes(None)
+    powers, magnitudes = decode.decode_table(E8M0.name), encode._list_magnitudes(E2M1)
     ours, wanted = both(lambda: loops.encode_pairs(halves, exponents, powers, 2, magnitudes))
     assert (ours == wanted).all()
 
@@ -173,13 +194,13 @@ def test_every_bfloat16_becomes_the_code_of_its_quotient(both, exponent):
 @pytest.mark.parametrize(("rows", "high"), [(50, 8), (5, 1), (7, 128), (0, 8)])
 def test_codes_are_compared_like_their_products(both, dtype, rows, high):
     codes = np.random.default_rng(8).integers(0, 256, (rows, 2501), np.uint8)
-    lines, table = random_floats(-(-rows // high), 2501), decode.decode_table(BY_NAME[dtype])
+    lines, table = random_floats(-(-rows // high), 2501), decode.decode_table(dtype)
     products = np.empty(codes.shape, np.float32)
-    loops.decode(codes, table, lines, high, products, dtype)
+    loops.decode(codes, table, dtype, lines, (high, 1), products)
     products[rows // 2 : rows // 2 + 1, ::7] = 1
     halves = encode._round(products, BFLOAT16)
     wanted = np.empty(codes.shape, np.float32)
-    loops.decode(codes, table, lines, high, wanted, dtype)
+    loops.decode(codes, table, dtype, lines, (high, 1), wanted)
 
     def compared():
         return [
@@ -253,9 +274,11 @@ def test_transposed_codes_are_compared_like_their_products(both, rows, high, mos
 def test_the_module_refuses_other_sizes(built):
     eight, line = bytes(8), bytes(16)
     with pytest.raises(ValueError, match="size of the matrix"):
-        built.decode(eight, bytes(1024), line, bytearray(28), 4, 2, "float8_e5m2")
+        built.decode(eight, bytes(1024), b"", line, bytearray(28), 4, 4, 2, 1, "float8_e5m2")
     with pytest.raises(ValueError, match="size of the matrix"):
-        built.decode(eight, bytes(1024), line, bytearray(32), 4, 1, "float8_e4m3fn")
+        built.decode(eight, bytes(1024), b"", line, bytearray(32), 4, 4, 1, 1, "float8_e4m3fn")
+    with pytest.raises(ValueError, match="size of the matrix"):
+        built.decode(eight, bytes(1024), line, bytes(32), bytearray(64), 4, 4, 2, 1, "e2m1")
     with pytest.raises(ValueError, match="size of the matrix"):
         built.encode(bytes(32), 4, line, bytearray(8), 4, 2, "float8_e8m0fnu")
     with pytest.raises(ValueError, match="size of the matrix"):

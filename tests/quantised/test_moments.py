@@ -47,7 +47,7 @@ def make(tmp_path):
             start += values.nbytes
         if name.endswith("Fp8"):
             del parts["qmap"]
-            table = decode_table(dtypes.E4M3)
+            table = decode_table(dtypes.E4M3.name)
         kind = f"torchao.optim.subclass.{name}"
         call = Call(kind, (Global(kind), Global("torch.float32"), SHAPE), parts)
         if bits == 4:

@@ -20,7 +20,7 @@ from reshard.core.dtypes import BFLOAT16, FLOAT32, DType
 from reshard.core.manifest import PARAM, Entry
 from reshard.engine.move.tiles import TileReader, find_reader
 from reshard.errors import CorruptError
-from reshard.quantised.pairs import QuantisedPair
+from reshard.quantised.weights import QuantisedPair
 from reshard.system.derived import Derived, Reader, list_files
 
 if TYPE_CHECKING:

@@ -12,7 +12,7 @@ from reshard.core.manifest import Entry, Quantisation
 from reshard.errors import UsageError
 from reshard.formats import values
 from reshard.model import adapter_names as adapters
-from reshard.quantised.pairs import find_evidence
+from reshard.quantised.pairs import METHODS, find_evidence
 from reshard.quantised.statement import CONFIG, OTHERS, read_statement, remove_statement
 from reshard.training.companion_files import QUANTISED
 from reshard.units import some
@@ -64,11 +64,13 @@ def _note_codes(merge: Merge) -> Iterator[str]:
 
 
 def _check_config_of_codes(merge: Merge, stated: Quantisation) -> None:
-    config = merge.companions.config
+    config, advice = merge.companions.config, ""
+    if stated.method in METHODS:
+        advice = f"; --dtype {stated.dtype} dequantises them"
     if not merge.is_directory:
         merge.notes.warnings.append(
             f"the weights are codes and scales of {stated.method}, as stored, and this file does"
-            f" not state how to read them; --dtype {stated.dtype} dequantises fp8 and mxfp4"
+            f" not state how to read them{advice}"
         )
     elif config is not None and Path(stated.stated_in).name == CONFIG:
         found = read_statement(config, "")
@@ -77,8 +79,7 @@ def _check_config_of_codes(merge: Merge, stated: Quantisation) -> None:
                 str(merge.companions.directory),
                 f"its config.json does not state the quantisation of {stated.stated_in}"
                 f" ({stated.method}), so the codes cannot be interpreted",
-                "pass the quantised model's directory as --hf-dir, or dequantise the weights:"
-                f" --dtype {stated.dtype}",
+                f"pass the quantised model's directory as --hf-dir{advice}",
             )
 
 

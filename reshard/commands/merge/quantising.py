@@ -15,14 +15,17 @@ from reshard.core.dtypes import DType
 from reshard.core.location import get_directory
 from reshard.core.manifest import PARAM, Entry, Manifest, Quantisation
 from reshard.errors import UnsupportedError, UsageError
-from reshard.quantised.pairs import QuantisedPair, find_pairs, list_unused_scales
+from reshard.quantised.pairs import find_pairs, list_unused_scales
 from reshard.quantised.statement import KEYS, remove_statement
+from reshard.quantised.weights import QuantisedPair
 from reshard.system.paths import as_path
 from reshard.training import companion_files
 from reshard.training.companion_files import Companions
 from reshard.units import counted, some
 
 Tensors = Sequence[tuple[Entry, DType]]
+
+_WRITTEN = ("fp8", "mxfp4")  # methods whose codes and scales can be computed block by block
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +55,12 @@ class Release:
         """
         manifest = read_trusted([path], ReadOptions(allow_pickle=allow_pickle))
         stated = manifest.quantisation
+        if stated is not None and stated.method not in _WRITTEN:
+            raise UnsupportedError(
+                f"{QUANTISE_LIKE} {path}",
+                f"is quantised with {stated.method!r}; reshard writes only {', '.join(_WRITTEN)}",
+                "merge to bf16, and quantise the result with the program that made this release",
+            )
         pairs = {pair.fqn: pair for pair in find_pairs(manifest, stated)} if stated else {}
         if stated is None or not pairs:
             raise UsageError(
