@@ -64,7 +64,12 @@ def check_file(
 def check_included(
     sources: Sequence[Path], options: VerifyOptions, meter: Meter | None
 ) -> VerifyReport:
-    """Check the files with a matching name against a manifest."""
+    """Check the files with a matching name against a manifest.
+
+    Raises:
+        UsageError: no manifest is given, no name matches, or another option contradicts this one.
+        ReshardError: the manifest cannot be read.
+    """
     began = time.perf_counter()
     if not options.against:
         raise UsageError("--include", "needs a manifest", "pass --against FILE")
