@@ -139,6 +139,6 @@ def _lay_out_optimizer_states(
         )
         yield skeletons.lay_out_ranks(first, others, repeated=spec.state.scalars)
         return
-    groups = stage12.FlatGroups(spec)
-    for rank in range(spec.world_size) if ranks is None else ranks:
-        yield _lay_out_stamped(spec, names[rank], build_root(groups.make_rank_states(rank)), rank)
+    own = range(spec.world_size) if ranks is None else ranks
+    for rank, states in stage12.make_rank_states(spec, own):
+        yield _lay_out_stamped(spec, names[rank], build_root(states), rank)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from math import gcd, prod
@@ -46,40 +46,39 @@ ALIGNMENT = 2  # nccl_start_alignment_factor
 _ALIGNED_BYTES = 16  # parameter_alignment: where every parameter of the module begins
 
 
-class FlatGroups:
-    """The flat tensors of all groups, laid out once; `make_rank_states` cuts a rank's pieces."""
-
-    def __init__(self, spec: OutputSpec) -> None:
-        self._spec = spec
-        self._groups = [
-            _WrittenGroup(spec, group, flat)
-            for group, flat in zip(spec.groups, spec.flats, strict=True)
-        ]
-
-    def make_rank_states(self, rank: int) -> dict[str, Any]:
-        """Return one rank's ``optimizer_state_dict``."""
-        spec = self._spec
+def make_rank_states(
+    spec: OutputSpec, ranks: Iterable[int]
+) -> Iterator[tuple[int, dict[str, Any]]]:
+    """Yield each rank and its ``optimizer_state_dict``; the flat tensors are laid out once."""
+    groups = [
+        _WrittenGroup(spec, group, flat)
+        for group, flat in zip(spec.groups, spec.flats, strict=True)
+    ]
+    for rank in ranks:
         partitions = [
             flat.cut_partition(spec.locate_partition(group, rank))
-            for group, flat in zip(spec.groups, self._groups, strict=True)
+            for group, flat in zip(spec.groups, groups, strict=True)
         ]
-        return {
-            "loss_scaler": make_scaler_object(spec.scaler),
-            "dynamic_loss_scale": spec.scaler["dynamic"],
-            "overflow": False,
-            **({} if spec.clip is None else {"clip_grad": spec.clip}),  # else the new run's own
-            "base_optimizer_state": {
-                "state": {number: p.state for number, p in enumerate(partitions) if p.state},
-                "param_groups": spec.build_param_groups(),
+        yield (
+            rank,
+            {
+                "loss_scaler": make_scaler_object(spec.scaler),
+                "dynamic_loss_scale": spec.scaler["dynamic"],
+                "overflow": False,
+                **({} if spec.clip is None else {"clip_grad": spec.clip}),  # else the new run's own
+                "base_optimizer_state": {
+                    "state": {number: p.state for number, p in enumerate(partitions) if p.state},
+                    "param_groups": spec.build_param_groups(),
+                },
+                "single_partition_of_fp32_groups": [partition.master for partition in partitions],
+                "zero_stage": make_stage_enum(spec.stage),
+                "group_paddings": [partition.padding for partition in partitions],
+                "param_alignment_paddings": [list(flat.paddings) for flat in groups],
+                "partition_count": [spec.count_partitions(group) for group in spec.groups],
+                "ds_version": WRITTEN_AS,
+                "param_slice_mappings": [partition.addresses for partition in partitions],
             },
-            "single_partition_of_fp32_groups": [partition.master for partition in partitions],
-            "zero_stage": make_stage_enum(spec.stage),
-            "group_paddings": [partition.padding for partition in partitions],
-            "param_alignment_paddings": [list(flat.paddings) for flat in self._groups],
-            "partition_count": [spec.count_partitions(group) for group in spec.groups],
-            "ds_version": WRITTEN_AS,
-            "param_slice_mappings": [partition.addresses for partition in partitions],
-        }
+        )
 
 
 @dataclass(frozen=True, slots=True)
