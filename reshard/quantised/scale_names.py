@@ -16,7 +16,10 @@ UNUSED = (
     *("activation_scale", "input_scale", "input_global_scale", "input_zero_point", "qscale_act"),
     *(".output_scale", ".output_zero_point", ".q_scale", ".k_scale", ".v_scale"),
 )
-_OF_BITSANDBYTES = ("absmax", "quant_map")  # the ends of nested_absmax and nested_quant_map, too
+# Ends of names of scales, whatever their codes: compressed-tensors and Model Optimizer, and
+# bitsandbytes (also nested_absmax and nested_quant_map).
+_SCALES = (*UNUSED, ".weight_scale", "weight_scale_2", "weight_global_scale", "pre_quant_scale")
+_SCALES += ("absmax", "quant_map")
 
 
 def name_scales(fqn: str) -> Iterator[str]:
@@ -37,5 +40,5 @@ def find_precision(entries: Collection[Entry]) -> str:
     return find_most_common_dtype(
         entry.dtype
         for entry in entries
-        if entry.fqn not in scales and not entry.fqn.endswith(_OF_BITSANDBYTES)
+        if entry.fqn not in scales and not entry.fqn.endswith(_SCALES)
     )

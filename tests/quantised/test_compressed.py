@@ -42,6 +42,7 @@ def test_values_are_those_of_the_library(releases, tmp_path, scheme):
     expected = json.loads((releases / scheme / "expected.json").read_text())
     for dtype, digests in expected.items():
         out = tmp_path / dtype
+        assert formats.read(releases / scheme / "model").origin.precision == "bfloat16"
         reshard.merge(releases / scheme / "model", out, dtype=dtype)
         values = load_file(out / "model.safetensors")
         assert {name: compute_digest(value + 0) for name, value in values.items()} == digests
