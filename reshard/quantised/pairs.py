@@ -200,6 +200,7 @@ def _explain_mxfp4(codes: Entry, scales: Entry) -> CorruptError:
 
 METHODS = {  # quant_method -> the function that finds the weights
     "fp8": _find_fp8,
+    "mxfp8": _find_fp8,
     "mxfp4": _find_mxfp4,
     "compressed-tensors": find_compressed,
     "modelopt": find_compressed,

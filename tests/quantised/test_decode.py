@@ -118,6 +118,14 @@ def fp8_cases():
             FP8,
             {"a.weight": scale_blocks(codes, powers.view(E8M0), BLOCK)},
         )
+    codes, powers = random_codes(2, 5, 96), exponents(2, 5, 3)
+    microscaled = {"quant_method": "mxfp8", "weight_block_size": [1, 32]}
+    yield (
+        "MXFP8",
+        {"a.weight": codes, "a.weight_scale_inv": powers},
+        microscaled,
+        {"a.weight": scale_blocks(codes, powers.view(E8M0), (1, 32))},
+    )
     packed = random_codes(6, 32, seed=3).view(torch.int8)
     powers = exponents(6, 2).view(E8M0)
     v4 = {**FP8, "expert_dtype": "fp4", "scale_fmt": "ue8m0"}
