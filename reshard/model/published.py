@@ -194,7 +194,8 @@ def _match_mtp(root: Any) -> re.Pattern[str] | None:
 
     Source: transformers 5.23 ``modeling_layers.py`` (``MtpModel``).
     """
-    text = getattr(root.config, "get_text_config", lambda: root.config)()
+    # Of a text encoder and a decoder (MusicGen), the decoder predicts tokens.
+    text = getattr(root.config, "get_text_config", lambda **_: root.config)(decoder=True)
     first, count = (getattr(text, name, None) for name in ("num_hidden_layers", "num_mtp_layers"))
     ignored = getattr(root, "_keys_to_ignore_on_load_unexpected", None) or ()
     patterns = [_MTP] if any(_MTP in pattern for pattern in ignored) else []

@@ -288,6 +288,24 @@ def test_a_part_ties_its_weights_although_the_config_of_the_whole_denies_it(tmp_
     assert got.keys() == want.keys()
 
 
+def test_a_model_with_a_text_encoder_and_a_decoder_is_merged(tmp_path):
+    """Their configs are both configs of text, between which transformers does not choose."""
+    tokens = {"vocab_size": 20, "pad_token_id": 1, "bos_token_id": 2}
+    parts = {
+        "text_encoder": {"model_type": "t5", "d_model": 16, "d_ff": 16, "num_layers": 1, **tokens},
+        "audio_encoder": {"model_type": "encodec", "num_filters": 2, "codebook_size": 16},
+        "decoder": {"hidden_size": 16, "ffn_dim": 16, "num_hidden_layers": 1, **tokens},
+    }
+    config = transformers.AutoConfig.for_model("musicgen", **parts)
+    model = transformers.MusicgenForConditionalGeneration(config)
+    model.save_pretrained(tmp_path / "want")
+    torch.save(model.state_dict(), tmp_path / "run.bin")
+    reshard.merge(tmp_path / "run.bin", tmp_path / "got", hf_dir=tmp_path / "want")
+    got, want = (load_file(tmp_path / at / "model.safetensors") for at in ("got", "want"))
+    assert got.keys() == want.keys()
+    assert all(torch.equal(got[name], value) for name, value in want.items())
+
+
 def test_weights_that_only_the_model_has_are_named(tmp_path):
     model = make_model("MixtralForCausalLM")
     model.save_pretrained(tmp_path / "base")
