@@ -319,12 +319,27 @@ _DOTS3_VISION = {
     "per_layer_config": {1: {"num_local_experts": EXPERTS}},
     "mlp_layer_types": ["dense"] * 41 + ["sparse"],
 }
+_RESNET = {  # the default backbone is one of timm
+    "backbone_config": {
+        "model_type": "resnet",
+        "embedding_size": 16,
+        "hidden_sizes": [16, 32, 48, 64],
+        "depths": [1, 1, 1, 1],
+        "out_features": ["stage4"],
+    }
+}
 SETTINGS: dict[str, dict[str, Any]] = {  # what a type's models need, and its defaults lack
     "autoformer": {"prediction_length": 4},
+    "blt": {"encoder_hash_byte_group_vocab": VOCABULARY},
     "chameleon": {"vocabulary_map": {"<image>": 5}},
+    "conditional_detr": _RESNET,
+    "csm": {"codec_config": {"model_type": "mimi", "upsample_groups": WIDTH}},
+    "dbrx": {"attn_config": {"rope_theta": 10000.0}},
     "deepseek_ocr2": {"text_config": {"mlp_layer_types": _DENSE_THEN_EXPERTS[:12]}},
     "deepseek_ocr2_text": {"mlp_layer_types": _DENSE_THEN_EXPERTS[:12]},
     "deepseek_v2": {"num_experts_per_tok": 2},
+    "dab-detr": _RESNET,
+    "detr": _RESNET,
     "dots1": {"n_routed_experts": 4, "num_experts_per_tok": 2, "n_shared_experts": 1},
     "dinov3_vit": {"num_register_tokens": 2},
     "dots3_note": {"vision_config": _DOTS3_VISION},
@@ -334,15 +349,28 @@ SETTINGS: dict[str, dict[str, Any]] = {  # what a type's models need, and its de
         "vq_config": {"base_channels": 32, "num_res_blocks": 1},
     },
     "esm": {"vocab_size": 33, "mask_token_id": 32, "pad_token_id": 1},
+    "florence2": {
+        "vision_config": {
+            "model_type": "florence_vision",
+            "embed_dim": [16, 32, 64, 128],
+            "num_heads": [2, 2, 4, 4],
+            "num_groups": [2, 2, 4, 4],
+        }
+    },
+    "gpt_neo": {"num_layers": LAYERS, "attention_types": [[["global", "local"], 1]]},
+    "hiera": {"decoder_hidden_size": 32, "decoder_depth": 1, "decoder_num_heads": 2},
     "hunyuan_v1_dense": {"head_dim": HEAD_DIM},
     "hunyuan_v1_moe": {"head_dim": HEAD_DIM},
     "hunyuan_vl": {"text_config": {"head_dim": HEAD_DIM}},
     "hunyuan_vl_text": {"head_dim": HEAD_DIM},
     "informer": {"prediction_length": 4},
+    "janus": {"vq_config": {"model_type": "janus_vqgan", "base_channels": 32, "num_res_blocks": 1}},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"] * 16},
     "ministral": {"head_dim": HEAD_DIM},
+    "mobilebert": {"embedding_size": 32},
     "molmo2": {"adapter_config": {"vision_feature_layer": [-1, -2]}},
     "nemotron": {"num_key_value_heads": 2},
+    "table-transformer": _RESNET,
     "time_series_transformer": {"prediction_length": 4},
     "vibevoice_asr": {
         "acoustic_tokenizer_encoder_config": {"num_filters": 4},
