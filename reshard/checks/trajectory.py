@@ -214,7 +214,7 @@ def compare(unbroken: Series, resumed: Series) -> Trajectory:
     )
 
 
-def compute_relative_difference(a: float, b: float) -> float:
+def _compute_relative_difference(a: float, b: float) -> float:
     """Return ``|a - b|`` relative to the larger of the two; NaN if neither is finite."""
     finite = math.isfinite(a) + math.isfinite(b)
     if finite < 2:
@@ -226,7 +226,7 @@ _FORMAT = 'expected one JSON line per step: {"step": 5, "loss": 4.5, "loss_hex":
 
 
 def _measure_distance(pairs: Mapping[int, tuple[Number, Number]]) -> Distance:
-    apart = {step: compute_relative_difference(a.value, b.value) for step, (a, b) in pairs.items()}
+    apart = {step: _compute_relative_difference(a.value, b.value) for step, (a, b) in pairs.items()}
     known = {step: far for step, far in apart.items() if not math.isnan(far)}
     at = max(known, key=lambda step: known[step]) if known else min(apart)
     return Distance(

@@ -37,7 +37,7 @@ def run_reader(
         run: called with the paths, the options, and a progress bar if stderr is a terminal.
     """
     chosen = pop_options(values)
-    report = run(*paths, chosen, show_progress if _shows_progress(quiet=quiet) else None)
+    report = run(*paths, chosen, _show_progress if _shows_progress(quiet=quiet) else None)
     if not quiet or as_json:
         show_result(report, as_json=as_json)
     raise click.exceptions.Exit(report.exit_code)
@@ -65,7 +65,7 @@ def run_writer(
                 values["html"] = None  # one rank writes the page
             shows_progress = team.first and _shows_progress(quiet=quiet)
             chosen = pop_options(values, team=team)
-            report = run(sources, destination, chosen, show_progress if shows_progress else None)
+            report = run(sources, destination, chosen, _show_progress if shows_progress else None)
     except torchrun.ReportedByFirstRankError as silent:
         raise click.exceptions.Exit(silent.exit_code) from silent
     if team.first and (not quiet or as_json):
@@ -77,7 +77,7 @@ def _shows_progress(*, quiet: bool) -> bool:
 
 
 @contextlib.contextmanager
-def show_progress(total: int) -> Iterator[Callable[[int], None]]:
+def _show_progress(total: int) -> Iterator[Callable[[int], None]]:
     """Show a progress bar on stderr, in bytes."""
     from tqdm import tqdm
 

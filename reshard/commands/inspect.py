@@ -64,7 +64,7 @@ class Inspection(Report):
             "skipped_steps": train.skipped_steps,
             "samples": train.samples,
             "parameters": count_parameters(manifest),
-            "kinds": summarize_kinds(manifest),
+            "kinds": _summarize_kinds(manifest),
             "files": len(manifest.files),
             "disk_bytes": sum(file.nbytes for file in manifest.files.values()),
             "logical_bytes": sum(entry.nbytes for entry in manifest.entries.values()),
@@ -181,7 +181,7 @@ class Inspection(Report):
         frozen = sum(e.numel for e in _iterate_parameters(manifest) if e.fqn in names)
         shown = f"; {units.show_count(frozen)} of them frozen" if frozen else ""
         yield format_row("parameters", f"{units.show_count(count)} in {weights}{shown}")
-        for kind, facts in summarize_kinds(manifest).items():
+        for kind, facts in _summarize_kinds(manifest).items():
             tensors = units.counted(facts["tensors"], "tensor")
             text = f"{tensors}, {units.show_bytes(facts['bytes'])}"
             yield format_row(kind, f"{text} ({', '.join(facts['dtypes'])})")
@@ -249,7 +249,7 @@ def count_parameters(manifest: Manifest) -> int:
     return sum(entry.numel for entry in _iterate_parameters(manifest))
 
 
-def summarize_kinds(manifest: Manifest) -> dict[str, dict[str, Any]]:
+def _summarize_kinds(manifest: Manifest) -> dict[str, dict[str, Any]]:
     """Return kind -> number of tensors, logical bytes and dtypes; weights come first."""
     summary: dict[str, dict[str, Any]] = {}
     present = {entry.kind for entry in manifest.entries.values()}

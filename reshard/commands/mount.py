@@ -54,7 +54,7 @@ def mount(
     """
     options = options or FilesOptions()
     check_directory(directory)
-    fuse = import_fuse()
+    fuse = _import_fuse()
     _check_device()
     with open_files(source, options) as files, closing(ComputedBlocks(files, options)) as blocks:
         greeting = f"mounted {len(list(files))} files of {options.to} at {directory}"
@@ -85,12 +85,8 @@ def check_directory(directory: Path) -> None:
         raise UsageError(directory, problem, "choose or create another directory")
 
 
-def import_fuse() -> Any:
-    """Import mfusepy, which loads libfuse.
-
-    Raises:
-        UsageError: libfuse is not installed, or mfusepy cannot use it.
-    """
+def _import_fuse() -> Any:
+    """Import mfusepy, which loads libfuse."""
     try:
         import mfusepy
     except (OSError, AttributeError) as error:  # missing; of another version

@@ -102,10 +102,10 @@ def convert(
         ReshardError: see its subclasses; the destination is then unchanged.
     """
     began = time.perf_counter()
-    output = resolve_destination(destination)
+    output = _resolve_destination(destination)
     check_page(options, [*sources, *beside], output)
-    with report_untouched(output):
-        manifest, occupied = open_source(sources, output, options, beside)
+    with _report_untouched(output):
+        manifest, occupied = _open_source(sources, output, options, beside)
         if occupied is not None and not is_stamped:
             raise occupied
         identity = check_identity(manifest, options.trust)
@@ -132,7 +132,7 @@ def convert(
                 report.forecast = forecast_job(job, output, options)
             write_page(
                 options,
-                lambda: build_page(report.to_json(), job.shown, job.skeleton),
+                lambda: _build_page(report.to_json(), job.shown, job.skeleton),
                 written=report.destination if report.done else "",
             )
     return report
@@ -161,7 +161,7 @@ def is_single_file(destination: str | Path) -> bool:
     return Path(destination).suffix in (".safetensors", *formats.PLAIN_SUFFIXES)
 
 
-def resolve_destination(destination: str | Path) -> Path:
+def _resolve_destination(destination: str | Path) -> Path:
     """Return the path of the output, with links resolved, except a link to an output file.
 
     A link to a file is replaced, not written through: in Hugging Face's cache it leads to a blob
@@ -175,7 +175,7 @@ def resolve_destination(destination: str | Path) -> Path:
 
 
 @contextlib.contextmanager
-def report_untouched(destination: Path) -> Iterator[None]:
+def _report_untouched(destination: Path) -> Iterator[None]:
     """Add to an interrupt of this block that nothing was written, if it has no message yet.
 
     An interrupt during the reading of the source may be raised later, when writing has begun, if
@@ -189,7 +189,7 @@ def report_untouched(destination: Path) -> Iterator[None]:
         raise
 
 
-def open_source(
+def _open_source(
     sources: Sequence[Path],
     destination: Path,
     options: OutputOptions,
@@ -202,9 +202,6 @@ def open_source(
 
     Returns:
         The manifest, and why the destination is not free if it may have this output already.
-
-    Raises:
-        ReshardError: the source cannot be read or trusted, or the destination cannot be used.
     """
     manifest = read_trusted(sources, options)
     occupied = None
@@ -315,7 +312,7 @@ def _refuse_overflow(outcome: Outcome, skeleton: Skeleton) -> None:
     )
 
 
-def build_page(document: Mapping[str, Any], manifest: Manifest, skeleton: Skeleton) -> Page:
+def _build_page(document: Mapping[str, Any], manifest: Manifest, skeleton: Skeleton) -> Page:
     """Build the page of a report: the source and the output.
 
     Args:

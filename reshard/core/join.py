@@ -34,7 +34,7 @@ def join(parts: Sequence[Manifest], entries: Iterable[Entry] | None = None) -> M
     return replace(parts[0], entries=index_entries(entries), **joined)
 
 
-def join_train(states: Sequence[TrainState]) -> TrainState:
+def _join_train(states: Sequence[TrainState]) -> TrainState:
     """Return the training state of all parts."""
     joined = {name: rule([getattr(s, name) for s in states]) for name, rule in TRAIN.items()}
     return replace(states[0], **joined)
@@ -160,7 +160,7 @@ TRAIN: Mapping[str, Combine] = {
 MANIFEST: Mapping[str, Combine] = {  # every field except the entries
     "origin": _first,
     "files": _united,
-    "train": join_train,
+    "train": _join_train,
     "tied": _united,
     "tied_copies": _one_after_another,
     "unused_copies": _one_after_another,

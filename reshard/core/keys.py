@@ -82,12 +82,8 @@ def _strip(fqn: str, is_alone: Callable[[int], bool]) -> str:
     return ".".join([*kept, leaf])
 
 
-def parse_rename(text: str) -> tuple[str, str]:
-    """Return the regex and the replacement of ``REGEX=REPL``.
-
-    Raises:
-        UsageError: there is no regex, or no ``=``.
-    """
+def _parse_rename(text: str) -> tuple[str, str]:
+    """Return the regex and the replacement of ``REGEX=REPL``."""
     pattern, separator, replacement = text.partition("=")
     if not separator or not pattern:
         raise UsageError(f"--rename {text}", "is not of the form REGEX=REPLACEMENT")
@@ -109,7 +105,7 @@ class Edits(Options):
         "Rename tensors; repeat for several rules, which apply in turn.",
         group="Names",
         metavar="REGEX=REPL",
-        parse=parse_rename,
+        parse=_parse_rename,
     )
     include: Sequence[str] = option(
         (),

@@ -33,7 +33,7 @@ def replace_tensors(
     for fqn in dict.fromkeys(e.fqn for e in manifest.of_kind(*WEIGHT_KINDS)):
         for name in names(fqn):
             sources.setdefault(name, []).append(fqn)
-    groups = tuple(ParamGroup(g.hyper, rename_all(g.fqns, names)) for g in old.param_groups)
+    groups = tuple(ParamGroup(g.hyper, _rename_all(g.fqns, names)) for g in old.param_groups)
     owner = {fqn: n for n, group in enumerate(old.param_groups) for fqn in group.fqns}
     if groups:  # only a check: no tensor can be in two param groups
         _find_common(sources, owner.get, "param group")
@@ -65,7 +65,7 @@ def replace_tensors(
         wrapped_names={
             fqn: listed for fqn, listed in manifest.wrapped_names.items() if names(fqn) == (fqn,)
         },
-        absent=rename_all(manifest.absent, names),
+        absent=_rename_all(manifest.absent, names),
         ordered=False,  # the modules of the two sides are in different orders
     )
 
@@ -85,7 +85,7 @@ def rename_some(manifest: Manifest, names: Mapping[str, str]) -> Manifest:
     return replace_tensors(manifest, index_entries(entries), copies, lambda fqn: (rename(fqn),))
 
 
-def rename_all(fqns: Iterable[str], names: NewNames) -> tuple[str, ...]:
+def _rename_all(fqns: Iterable[str], names: NewNames) -> tuple[str, ...]:
     """Return the new names of these tensors, each once."""
     return tuple(dict.fromkeys(name for fqn in fqns for name in names(fqn)))
 

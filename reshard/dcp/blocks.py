@@ -53,14 +53,14 @@ def refuse_other_shape(item: ReadItem, entry: Entry, targets: Mapping[str, Any])
     target = targets.get(key)
     if not isinstance(target, torch.Tensor):
         return
-    shape = find_whole_shape(target)
+    shape = _find_whole_shape(target)
     if shape != entry.shape:
         raise DifferentError(
             key, f"has shape {entry.shape} in the checkpoint, but {shape} in the target"
         )
 
 
-def find_whole_shape(target: torch.Tensor) -> Index:
+def _find_whole_shape(target: torch.Tensor) -> Index:
     """Return the shape of the tensor of which the target may be a part.
 
     torch 2.15 also loads into a plain tensor that states its place in a whole one

@@ -74,7 +74,7 @@ class StorageReader(storage.StorageReader):
         check_identity(source, self._trust)
         source, _ = dequantise(source)
         self.manifest = source
-        in_memory = find_live_form(source)
+        in_memory = _find_live_form(source)
         self._state = State(in_memory or source)
         # A target may also have the names of the files: the published ones, or Megatron's.
         self._other = State(source) if in_memory is not None else None
@@ -161,7 +161,7 @@ class StorageReader(storage.StorageReader):
         return self._keys.resolved[key]
 
 
-def find_live_form(manifest: Manifest) -> Manifest | None:
+def _find_live_form(manifest: Manifest) -> Manifest | None:
     """Return the training state in the form that a live model of transformers has.
 
     Returns:

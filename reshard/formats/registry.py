@@ -47,12 +47,8 @@ def _is_installed(name: str) -> bool:
     return (as_path(__file__).parent / name).is_dir()
 
 
-def list_extensions() -> tuple[Format, ...]:
-    """Return the formats that other packages declare, and those of `add_format`.
-
-    Raises:
-        UsageError: a package declares something that is not a format, or cannot be imported.
-    """
+def _list_extensions() -> tuple[Format, ...]:
+    """Return the formats that other packages declare, and those of `add_format`."""
     return (*_ADDED, *_load_extensions())
 
 
@@ -105,7 +101,7 @@ def _load_extension(entry_point: EntryPoint) -> Format:
 def _iterate_formats() -> Iterator[Format]:
     """Yield all formats; those of other packages, which are slow to look up, only if needed."""
     yield from list_built_in_formats()
-    yield from list_extensions()
+    yield from _list_extensions()
 
 
 def list_formats() -> tuple[Format, ...]:
@@ -205,7 +201,7 @@ def _find_strictly(location: Location) -> Iterator[Format]:
     """Yield the formats that detect a checkpoint: particular ones, extensions, generic ones."""
     known = list_built_in_formats()
     yield from (each for each in known if not each.is_generic and _detects(each, location))
-    yield from (each for each in list_extensions() if _detects(each, location))
+    yield from (each for each in _list_extensions() if _detects(each, location))
     yield from (each for each in known if each.is_generic and _detects(each, location))
 
 

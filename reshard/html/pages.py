@@ -47,7 +47,7 @@ def build_inspect_page(document: Document, manifest: Manifest) -> Page:
         ),
         sections=(
             Maps((shards.map_manifest("Shards", manifest),)),
-            build_tensor_table("Tensors", manifest.entries.values()),
+            _build_tensor_table("Tensors", manifest.entries.values()),
             _build_files_table(manifest),
         ),
     )
@@ -77,7 +77,7 @@ def build_output_page(
         sections=(
             *_build_averaged_table(document.get("sources", ())),
             Maps((shards.map_manifest("Before", manifest), shards.map_skeleton("After", layout))),
-            build_tensor_table("Tensors written", layout.entries),
+            _build_tensor_table("Tensors written", layout.entries),
             PageTable(
                 "Files written",
                 (
@@ -166,7 +166,7 @@ def build_checkpoint_panel(title: str, document: Document) -> Facts:
     return Facts(title, tuple(row for row in rows if row[1]))
 
 
-def build_tensor_table(title: str, entries: Iterable[Entry]) -> PageTable:
+def _build_tensor_table(title: str, entries: Iterable[Entry]) -> PageTable:
     """Build the table of all tensors, one row each."""
     rows = list(entries)
     return PageTable(

@@ -87,7 +87,7 @@ class MeshGrid:
             UnsupportedError: the role of an axis is not known.
         """
         if len(self.sizes) == 1:
-            return (get_role(self.names[0] if self.names else ""),)
+            return (_get_role(self.names[0] if self.names else ""),)
         unknown = next((name for name in self.names or ("",) if name not in ROLES), None)
         if unknown is not None:
             raise UnsupportedError(
@@ -178,7 +178,7 @@ class MeshPlacements:
         return TensorPlacement(axes, tuple(cuts[roles[axis]] for axis in axes))
 
 
-def get_role(name: str) -> Role:
+def _get_role(name: str) -> Role:
     """Return the role of the only axis of a mesh, which programs name as they like."""
     return ROLES.get(name, "shard")
 
@@ -190,7 +190,7 @@ def find_only_axis(placements: Collection[Placement]) -> str:
     """
     axes = {tuple(name for name, _ in placement) for placement in placements}
     name = axes.pop()[0] if len(axes) == 1 and len(next(iter(axes))) == 1 else ""
-    return name if get_role(name) == "shard" else ""
+    return name if _get_role(name) == "shard" else ""
 
 
 def find_sharded_dims(
@@ -207,7 +207,7 @@ def find_sharded_dims(
     for fqn, placement in placements.items():
         alone = len(placement) == 1
         for name, dim in placement:
-            role = get_role(name) if alone else ROLES.get(name)
+            role = _get_role(name) if alone else ROLES.get(name)
             if role == "shard" and dim and fqn in shapes and shapes[fqn][dim] % size == 0:
                 dims[fqn] = dim
     return dims

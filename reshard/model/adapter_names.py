@@ -226,7 +226,7 @@ def find_methods(parts: Iterable[AdapterPart]) -> list[str]:
     singular values, which LoRA does not have.
     """
     roles = {each.role for each in parts} & {*TRAINED}
-    fitting = [name for name in METHODS if roles <= {*list_roles(name)}]
+    fitting = [name for name in METHODS if roles <= {*_list_roles(name)}]
     complete = [
         name
         for name in fitting
@@ -235,7 +235,7 @@ def find_methods(parts: Iterable[AdapterPart]) -> list[str]:
     return complete or fitting
 
 
-def list_roles(method: str) -> list[str]:
+def _list_roles(method: str) -> list[str]:
     """Return the roles of the tensors that a PEFT method adds to a layer, in the layer's order."""
     return [role for group in METHODS[method] for role in group]
 

@@ -34,7 +34,7 @@ def describe_source(manifest: Manifest, own: ModelNames) -> Traits | None:
         return own.describe(manifest)
 
 
-def describe_model(
+def _describe_model(
     manifest: Manifest, own: ModelNames, options: NameOptions, model: str | None
 ) -> Traits | None:
     """Return what the source or a config states about a model with names of its format.
@@ -46,10 +46,6 @@ def describe_model(
 
     Returns:
         None if the names are Hugging Face's, or if nothing states what the model is.
-
-    Raises:
-        UsageError: transformers does not know the config.
-        UnsupportedError: there is no table of the config's model.
     """
     traits = describe_source(manifest, own)
     if traits is not None or not own.of_own_models or not library.is_installed():
@@ -62,13 +58,13 @@ def describe_model(
 def describe_or_explain(
     manifest: Manifest, own: ModelNames, options: NameOptions, model: str | None
 ) -> tuple[Traits | None, str]:
-    """Return the result of `describe_model`, or a note why the model is unknown.
+    """Return the result of `_describe_model`, or a note why the model is unknown.
 
     Raises:
         UsageError, UnsupportedError: the config is of no use, and the user asked for other names.
     """
     try:
-        traits = describe_model(manifest, own, options, model)
+        traits = _describe_model(manifest, own, options, model)
     except (UsageError, UnsupportedError) as error:
         if options.names or options.family:
             raise
@@ -172,7 +168,7 @@ def rename_to_hf_first(
     Args:
         model: the user's description of the model, for a source with Hugging Face's names.
     """
-    traits = describe_model(manifest, own, options, model)
+    traits = _describe_model(manifest, own, options, model)
     if traits is None:
         family, traits = describe_config(manifest, options, model)
         return manifest, traits, family

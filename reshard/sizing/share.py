@@ -127,16 +127,18 @@ def _count_stage(model: ModelSizes, training: Training, stage: _PipelineStage) -
     counts = dict.fromkeys(((e, t) for e in (False, True) for t in (False, True)), 0)
     for name, tensor in [*outer, *inner]:
         is_trained = not _is_frozen(name, model, training)
-        counts[tensor.is_expert, is_trained] += count_elements(tensor, training)
-    counts[False, True] += sum(count_adapters(each, training) for _, each in inner)
+        counts[tensor.is_expert, is_trained] += _count_elements(tensor, training)
+    counts[False, True] += sum(_count_adapters(each, training) for _, each in inner)
     saved, recomputed = _count_saved(model, training, stage)
     return RankShare(
         counts[False, True],
         counts[False, False],
         counts[True, True],
         counts[True, False],
-        max((sum(count_elements(t, training) for t in b.tensors) for b in stage.blocks), default=0),
-        sum(count_elements(tensor, training) for _, tensor in outer),
+        max(
+            (sum(_count_elements(t, training) for t in b.tensors) for b in stage.blocks), default=0
+        ),
+        sum(_count_elements(tensor, training) for _, tensor in outer),
         saved,
         recomputed,
         *_count_autocast(model, training, len(stage.blocks)),
@@ -158,14 +160,14 @@ def _is_frozen(name: str, model: ModelSizes, training: Training) -> bool:
     return bool(training.freeze) and re.search(training.freeze, name) is not None
 
 
-def count_elements(tensor: Parameter, training: Training) -> int:
+def _count_elements(tensor: Parameter, training: Training) -> int:
     """Return the elements of a parameter on one tensor- and expert-parallel rank."""
     cut = training.tp if tensor.is_cut else 1
     cut *= training.ep if tensor.is_expert else 1
     return -(-tensor.numel // cut)
 
 
-def count_adapters(tensor: Parameter, training: Training) -> int:
+def _count_adapters(tensor: Parameter, training: Training) -> int:
     """Return the elements of the LoRA adapter of a matrix; 0 if it has none."""
     if not training.lora_rank or len(tensor.shape) != 2 or tensor.is_expert or not tensor.is_cut:
         return 0

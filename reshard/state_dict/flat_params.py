@@ -248,11 +248,11 @@ def _resolve_unit(
         members = [(fqn, model.parameters[fqn]) for fqn in own]
     else:
         # FSDP puts a parameter into the innermost wrapped module that contains it.
-        nested = [other for other in flats if other != prefix and is_inside(other, prefix)]
+        nested = [other for other in flats if other != prefix and _is_inside(other, prefix)]
         members = [
             (fqn, shape)
             for fqn, shape in shapes.items()
-            if is_inside(fqn, prefix) and not any(is_inside(fqn, other) for other in nested)
+            if _is_inside(fqn, prefix) and not any(_is_inside(fqn, other) for other in nested)
         ]
     if not members:
         raise UnsupportedError(
@@ -278,13 +278,13 @@ def find_place(prefix: str, ignored: Container[str], numbers: Mapping[str, int])
     Args:
         numbers: the position of each parameter in the model, which is that of an ignored one.
     """
-    inside = [fqn for fqn in numbers if is_inside(fqn, prefix)]
+    inside = [fqn for fqn in numbers if _is_inside(fqn, prefix)]
     first = numbers[inside[0]] - 0.5
     own = (fqn for fqn in inside if fqn.rpartition(".")[0] == prefix)
     return max((numbers[fqn] + 0.5 for fqn in own if fqn in ignored), default=first)
 
 
-def is_inside(fqn: str, prefix: str) -> bool:
+def _is_inside(fqn: str, prefix: str) -> bool:
     """Return whether a parameter or module is inside the module of this name."""
     return not prefix or fqn.startswith(f"{prefix}.")
 

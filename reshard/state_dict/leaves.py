@@ -64,11 +64,11 @@ def find_weights(value: Any, name: str) -> Iterator[str]:
                 seen.add(id(item))
                 items = item.items() if isinstance(item, dict) else enumerate(item)
                 waiting += [(f"{at}.{key}", item) for key, item in items]
-        elif looks_like_weight(item):
+        elif _looks_like_weight(item):
             yield at
 
 
-def looks_like_weight(value: Any) -> bool:
+def _looks_like_weight(value: Any) -> bool:
     """Return whether a value is a float tensor, or array, of more than one element."""
     # Integers and single values are usually counters or settings, which a report only names.
     if isinstance(value, LocalTensors):

@@ -296,7 +296,7 @@ def _build_slots(
     if member.slots:
         check_adam_slots(state, group, member)
     # A flat partition has no slots of a parameter without elements; torch keeps empty ones for it.
-    elif not member.weight.value.numel and (names := find_expected_slots(group)):
+    elif not member.weight.value.numel and (names := _find_expected_slots(group)):
         empty = Value(dtypes.FLOAT32, member.weight.shape, divided=True, owner=member.fqn)
         slots = {name: replace(empty) for name in names}
         step = next((m.step for m in group.members if m.slots), None)
@@ -310,7 +310,7 @@ def build_slot(member: TrainedParameter, entry: Entry) -> Value:
     return Value(entry.dtype, entry.shape, entry, divided=cut, owner=member.fqn)
 
 
-def find_expected_slots(group: TrainedGroup) -> tuple[str, ...]:
+def _find_expected_slots(group: TrainedGroup) -> tuple[str, ...]:
     """Return the slots of a group's members that have the shape of their parameter."""
     names = (
         name

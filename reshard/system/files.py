@@ -277,7 +277,7 @@ class Descriptor:
         except FileNotFoundError as error:
             raise IncompleteError(path, "does not exist", "was the checkpoint moved?") from error
         except OSError as error:
-            raise build_read_error(path, "opened", error) from error
+            raise _build_read_error(path, "opened", error) from error
 
     def announce(self, ranges: Iterable[Range]) -> None:
         """Tell the system that ranges of this file will be read, so that it begins to read them."""
@@ -298,7 +298,7 @@ class Descriptor:
                 rest = target[done:] if done else target
                 count = _pread(self.number, rest, byte_offset + done)
             except OSError as error:
-                raise build_read_error(self.path, "read", error) from error
+                raise _build_read_error(self.path, "read", error) from error
             if count == 0:
                 raise CorruptError(
                     self.path,
@@ -321,7 +321,7 @@ class Descriptor:
             self.close()
 
 
-def build_read_error(path: str | Path, verb: str, error: OSError) -> ReshardError:
+def _build_read_error(path: str | Path, verb: str, error: OSError) -> ReshardError:
     """Return the error to raise for a system error while a file is opened or read."""
     advice = REQUEST_PERMISSION if isinstance(error, PermissionError) else ""
     return ReshardError(path, f"cannot be {verb}: {error.strerror}", advice)
@@ -340,7 +340,7 @@ def get_size(path: str | Path) -> int:
     except FileNotFoundError as error:
         raise IncompleteError(path, "does not exist") from error
     except OSError as error:
-        raise build_read_error(path, "read", error) from error
+        raise _build_read_error(path, "read", error) from error
     return found.st_size
 
 
@@ -381,4 +381,4 @@ def read_small_file(path: str | Path, most: int = MAX_DOCUMENT) -> bytes:
     try:
         return as_path(path).read_bytes()
     except OSError as error:
-        raise build_read_error(path, "read", error) from error
+        raise _build_read_error(path, "read", error) from error

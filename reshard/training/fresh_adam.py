@@ -74,7 +74,7 @@ def find_idle(
     names = tuple(dict.fromkeys(name for held in slots.values() for name in held))
     if not names:  # no parameter was stepped
         all_adam = all(is_adam(hyper) for hyper, _ in groups)
-        return {fqn: list_slots(hyper) for hyper, fqns in groups for fqn in fqns if all_adam}
+        return {fqn: _list_slots(hyper) for hyper, fqns in groups for fqn in fqns if all_adam}
     if not set(MOMENTS) <= set(names) <= {*MOMENTS, AMSGRAD}:
         return {}
     idle = [fqn for hyper, fqns in groups if is_adam(hyper) for fqn in fqns if not slots.get(fqn)]
@@ -83,7 +83,7 @@ def find_idle(
     return dict.fromkeys(idle, names) if few else {}
 
 
-def list_slots(hyper: Mapping[str, Any]) -> tuple[str, ...]:
+def _list_slots(hyper: Mapping[str, Any]) -> tuple[str, ...]:
     """Return the slots of an Adam with the hyper-parameters of a param group."""
     return (*MOMENTS, *[AMSGRAD] * bool(hyper.get("amsgrad")))
 
@@ -142,7 +142,9 @@ def _build_group(
     hyper = {**group.hyper, **{k: v for k, v in _ADAMW.items() if k not in group.hyper}}
     members = tuple(
         TrainedParameter(
-            m.weight, {name: _build_zeros(m.weight, name, dtype) for name in list_slots(hyper)}, 0.0
+            m.weight,
+            {name: _build_zeros(m.weight, name, dtype) for name in _list_slots(hyper)},
+            0.0,
         )
         for m in group.members
     )

@@ -259,7 +259,7 @@ def _describe_addition(name: str, path: Path, merged: Merged, chosen: Weights) -
     return Addition(
         adapter=name,
         base=str(path),
-        revision=find_revision(path),
+        revision=_find_revision(path),
         scales={f"{scale:.6g}": count for scale, count in sorted(scales.items())},
         dora=sum(1 for product in products if product.magnitude is not None),
         from_masters=chosen.from_master,
@@ -270,7 +270,7 @@ def _describe_addition(name: str, path: Path, merged: Merged, chosen: Weights) -
     )
 
 
-def find_revision(path: Path) -> str:
+def _find_revision(path: Path) -> str:
     """Return the commit of the base model on the Hub; empty if its directory does not state it.
 
     Source: huggingface_hub 1.0, ``file_download.py``: a cache has ``snapshots/COMMIT``, a

@@ -122,7 +122,7 @@ def _format_cells(row: StrategyForecast, cluster: Cluster) -> list[str]:
     ).split()
     totals = [row.count_total(checkpointing=each) for each in (False, True)]
     sizes = [*(getattr(row, name) for name in names), *totals, row.host, row.disk, row.sent]
-    return [row.strategy.name, *map(_format_size, sizes), describe_fit(row, cluster)]
+    return [row.strategy.name, *map(_format_size, sizes), _describe_fit(row, cluster)]
 
 
 def _format_size(nbytes: int) -> str:
@@ -136,7 +136,7 @@ def _format_size(nbytes: int) -> str:
     return f"{nbytes / 1e9:.0f}" if nbytes >= 1e12 else f"{nbytes / 1e9:.3g}"
 
 
-def describe_fit(row: StrategyForecast, cluster: Cluster) -> str:
+def _describe_fit(row: StrategyForecast, cluster: Cluster) -> str:
     """Return whether a row fits, in a word."""
     if row.fits(cluster, checkpointing=False):
         return "yes"

@@ -20,13 +20,8 @@ InitOptimizer = Literal["none", "zeros"]
 _LAUNCHER_VARIABLES = ("WORLD_SIZE", "SLURM_NTASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE")
 
 
-def parse_world_size(text: str) -> int:
-    """Return a number of ranks; ``auto`` stands for the number that the launcher states.
-
-    Raises:
-        UsageError: the text is neither a number of at least 1 nor ``auto``, or no launcher
-            states a number.
-    """
+def _parse_world_size(text: str) -> int:
+    """Return a number of ranks; ``auto`` stands for the number that the launcher states."""
     if text != "auto":
         if not text.isdecimal() or int(text) < 1:
             raise UsageError(f"--world-size {text}", "must be a number of at least 1, or auto")
@@ -123,7 +118,7 @@ class SplitOptions(LayoutOptions, OutputOptions):
         flags=("--world-size", "--num-shards"),
         metavar="N|auto",
         minimum=1,
-        parse=parse_world_size,
+        parse=_parse_world_size,
         unset="same as the source",
         is_common=True,
     )

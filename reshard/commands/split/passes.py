@@ -385,11 +385,11 @@ def build_state(conversion: StateConversion, options: SplitOptions) -> WritableS
         notes.derived += derived
     if not request.weights_only:
         refuse_unwritable_hyper(state)
-    save = identify_save(state, request, conversion.writer)
+    save = _identify_save(state, request, conversion.writer)
     return replace(state, rng=conversion.rng, save=save)
 
 
-def identify_save(state: WritableState, request: Request, writer: Writer) -> Save:
+def _identify_save(state: WritableState, request: Request, writer: Writer) -> Save:
     """Return the stamp of the files to write.
 
     The id is a digest of the source and of what is written, so that the same command writes the

@@ -238,7 +238,7 @@ def _compare_size(movements: Sequence[Movement], number: int) -> float | None:
 
 def _describe_groups(history: History) -> dict[str, list[float | None]]:
     """Return the relative change per update of each layer group, for each pair of checkpoints."""
-    groups = group_layers(each.fqn for each in history.trained)
+    groups = _group_layers(each.fqn for each in history.trained)
     members: dict[str, list[Movement]] = {}
     for each in history.trained:
         members.setdefault(groups[each.fqn], []).append(each)
@@ -251,10 +251,10 @@ def _describe_groups(history: History) -> dict[str, list[float | None]]:
     return found
 
 
-def group_layers(names: Iterable[str]) -> dict[str, str]:
+def _group_layers(names: Iterable[str]) -> dict[str, str]:
     """Return the group of each weight: its layer, several layers, or its module.
 
-    >>> groups = group_layers([*(f"m.layers.{number}.w" for number in range(13)), "head.weight"])
+    >>> groups = _group_layers([*(f"m.layers.{number}.w" for number in range(13)), "head.weight"])
     >>> groups["m.layers.0.w"], groups["m.layers.1.w"], groups["m.layers.12.w"]
     ('m.layers.0-1', 'm.layers.0-1', 'm.layers.12')
     >>> groups["head.weight"]

@@ -74,7 +74,7 @@ def undo_round_robin(members: Sequence[T], ranks: int) -> list[T]:
     return [member for _, member in sorted(zip(order, members, strict=True), key=lambda i: i[0])]
 
 
-def split_sub_groups(
+def _split_sub_groups(
     members: Sequence[TrainedParameter], config: Any, ranks: int
 ) -> Iterator[tuple[TrainedParameter, ...]]:
     """Yield stage 3's flat tensors: each ends where a rank holds ``sub_group_size`` elements."""
@@ -143,7 +143,7 @@ def split_flat_tensors(
 ) -> tuple[tuple[TrainedParameter, ...], ...]:
     """Return the members of each flat tensor of a group."""
     if stage == 3:
-        return tuple(split_sub_groups(group.members, config, ranks))
+        return tuple(_split_sub_groups(group.members, config, ranks))
     if uses_round_robin(config, stage, precision):
         return (tuple(to_round_robin(group.members, count_partitions(group, ranks))),)
     return (group.members,)

@@ -42,7 +42,7 @@ class GroupKind:
     schedule: str = _DEFAULT
 
 
-def classify_param(fqn: str, shape: Index, args: Arguments, table: Table) -> GroupKind:
+def _classify_param(fqn: str, shape: Index, args: Arguments, table: Table) -> GroupKind:
     """Return the kind of the group that a parameter is in."""
     is_exempt = args.flag("apply_wd_to_qk_layernorm") and any(part in fqn for part in _QK)
     return GroupKind(
@@ -99,7 +99,7 @@ def is_of_muon(groups: Sequence[Mapping[str, Any]]) -> bool:
     )
 
 
-def classify_group(group: Mapping[str, Any], args: Arguments) -> GroupKind:
+def _classify_group(group: Mapping[str, Any], args: Arguments) -> GroupKind:
     """Return the kind of a group by its hyperparameters."""
     scale = group.get("wd_mult", group.get("pre_wd_mult", group.get("weight_decay", 1.0)))
     schedule = _DEFAULT
@@ -123,10 +123,10 @@ def assign_members(
         groups: the stored groups; of two of the same kind the first has all members.
         params: name -> shape, in the order of ``named_parameters``.
     """
-    kinds = [classify_group(group, args) for group in groups]
+    kinds = [_classify_group(group, args) for group in groups]
     members: list[list[str]] = [[] for _ in groups]
     for fqn, shape in params.items():
-        kind = classify_param(fqn, shape, args, table)
+        kind = _classify_param(fqn, shape, args, table)
         if kind in kinds:
             members[kinds.index(kind)].append(fqn)
     return members
@@ -140,9 +140,9 @@ def explain_unassigned(
     Args:
         groups: the stored groups, which do not list their members.
     """
-    kinds = [classify_group(group, args) for group in groups]
+    kinds = [_classify_group(group, args) for group in groups]
     # A kind of the model may have no group, if all of its parameters are frozen.
-    wanted = {classify_param(fqn, shape, args, table) for fqn, shape in params.items()}
+    wanted = {_classify_param(fqn, shape, args, table) for fqn, shape in params.items()}
     is_strange = any(k.schedule != _DEFAULT and k not in wanted for k in kinds)
     if len(set(kinds)) == len(kinds) and not is_strange:
         return ""

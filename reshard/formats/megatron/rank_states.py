@@ -54,7 +54,7 @@ class RankStates:
             name
             for states in self.extra.values()
             for name, value in states.items()
-            if not is_empty(value)
+            if not _is_empty(value)
         }
 
     @property
@@ -63,7 +63,10 @@ class RankStates:
         values = (value for states in self.extra.values() for value in states.values())
         return any(
             not (
-                as_global(value) or is_empty(value) or isinstance(value, bytes) or _is_stream(value)
+                as_global(value)
+                or _is_empty(value)
+                or isinstance(value, bytes)
+                or _is_stream(value)
             )
             for value in values
         )
@@ -104,7 +107,7 @@ def is_of_expert(name: str) -> bool:
     return _EXPERT in name
 
 
-def is_empty(value: Any) -> bool:
+def _is_empty(value: Any) -> bool:
     """Return whether a state is None or the empty tensor of a module without FP8."""
     tensor = as_global(value)
     return value is None or (tensor is not None and 0 in tensor.shape)

@@ -52,7 +52,7 @@ def detect(location: Location) -> bool:
         or any(map(is_part, location.files))
         or bool(find_dcp_parts(location))
         or bool(find_stage_folders(location))
-        or bool(find_rank_folders(location))
+        or bool(_find_rank_folders(location))
         or _has_optimizer_apart(add_folders(location))
     )
 
@@ -117,7 +117,7 @@ def _is_phase(folders: Mapping[int, Location]) -> bool:
     return any(folder.name.startswith("stage") for folder in folders.values())
 
 
-def find_rank_folders(location: Location) -> dict[int, Location]:
+def _find_rank_folders(location: Location) -> dict[int, Location]:
     """Return the folders of ranks by number; empty if one of them has no ``torch.save`` file."""
     folders = _find_numbered(location, _RANK_FOLDER)
     return folders if all(map(find_torch_files, folders.values())) else {}
@@ -210,7 +210,7 @@ def find_torch_files(location: Location) -> dict[str, Path]:
 
 def _find_files_of_ranks(location: Location) -> dict[str, Path]:
     """Return the files in the folders of ranks: ``rank_1/model.pt`` as ``model_rank1.pt``."""
-    folders = {n: find_torch_files(each) for n, each in find_rank_folders(location).items()}
+    folders = {n: find_torch_files(each) for n, each in _find_rank_folders(location).items()}
     in_all = set.intersection(*map(set, folders.values())) if folders else set[str]()
     found = {}
     for rank, files in folders.items():

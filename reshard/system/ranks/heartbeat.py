@@ -42,7 +42,7 @@ def publish_failure(store: Store, where: str, failure: BaseException) -> None:
     store.compare_set("failed", "", json.dumps({**report, "outside": has_external_cause(failure)}))
 
 
-def read_failure(store: Store) -> ReshardError | None:
+def _read_failure(store: Store) -> ReshardError | None:
     """Return the failure that a rank published first, or None."""
     if not store.check(["failed"]):
         return None
@@ -134,7 +134,7 @@ class RankWatch:
         self._beats += 1
         try:
             self._store.set(f"beat/{self._rank}", f"{self._beats} {self._done}")
-            failure = self.failure or read_failure(self._store) or self._listen()
+            failure = self.failure or _read_failure(self._store) or self._listen()
         except RuntimeError:  # the store, which is on rank 0's machine, does not answer
             failure = build_connection_error("rank 0", "its machine does not respond")
         if failure is not None and self.failure is None:

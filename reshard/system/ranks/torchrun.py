@@ -48,7 +48,7 @@ class ReportedByFirstRankError(ReshardError):
         self.exit_code = exit_code
 
 
-def is_launched() -> bool:
+def _is_launched() -> bool:
     """Return whether a launcher started this process as one of several."""
     if not all(name in os.environ for name in _LAUNCHER_VARIABLES):
         return False
@@ -62,7 +62,7 @@ def join_team() -> Iterator[Team]:
     Raises:
         ReshardError: another rank failed or died; the first rank raises its error.
     """
-    if not is_launched():
+    if not _is_launched():
         yield ALONE
         return
     team = Ranks(*_connect_to_store(), _PATIENCE)

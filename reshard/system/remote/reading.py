@@ -94,15 +94,11 @@ def fetch(store: Store, url: str, byte_offset: int, nbytes: int) -> bytes:
         CorruptError: the object has become shorter.
         ReshardError: the object cannot be read.
     """
-    return fetch_ranges(store, [(url, byte_offset, nbytes)])[0]
+    return _fetch_ranges(store, [(url, byte_offset, nbytes)])[0]
 
 
-def fetch_ranges(store: Store, ranges: Sequence[Range]) -> list[bytes]:
-    """Return several ranges, each complete, which are fetched concurrently.
-
-    Raises:
-        CorruptError, ReshardError: as in `fetch`.
-    """
+def _fetch_ranges(store: Store, ranges: Sequence[Range]) -> list[bytes]:
+    """Return several ranges, each complete, which are fetched concurrently."""
     # A repeated request asks only for the ranges that have not arrived.
     received: dict[int, bytes] = {}
     url = ranges[0][0]
@@ -180,7 +176,7 @@ class RemoteFiles:
         """Fetch ranges concurrently, and return them; they are kept until `drop`."""
         if ranges:
             store = find_store(ranges[0][0])
-            for span, data in zip(ranges, fetch_ranges(store, ranges), strict=True):
+            for span, data in zip(ranges, _fetch_ranges(store, ranges), strict=True):
                 self._store(span, data)
         return ranges
 

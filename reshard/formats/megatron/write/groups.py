@@ -89,7 +89,7 @@ def make_groups(state: WritableState, experts: frozenset[str], adam: Adam | None
         if is_megatron
         else _group_by_shape(state.groups, notes)
     )
-    fused = adam == "fused" or (adam is None and not (is_megatron and is_torch(state)))
+    fused = adam == "fused" or (adam is None and not (is_megatron and _is_torch(state)))
     merged: dict[tuple[Any, ...], tuple[dict[str, Any], list[str]]] = {}
     for hyper, fqns in sources:
         for is_expert in (False, True):
@@ -150,7 +150,7 @@ def _get_setting(hyper: Mapping[str, Any], key: str, state: WritableState) -> An
     )
 
 
-def is_torch(state: WritableState) -> bool:
+def _is_torch(state: WritableState) -> bool:
     """Return whether the groups are of torch's AdamW, which counts each parameter's steps.
 
     Transformer Engine's and apex's count a group, and their load fails on torch's state.
