@@ -45,7 +45,7 @@ def test_one_file_of_a_megatron_run_says_that_it_keeps_the_names(tmp_path):
 
 
 def test_one_file_of_an_unknown_model_says_why_it_keeps_the_names():
-    traits = Traits(source="args", odd=("square positions",))
+    traits = Traits(source="args", unsupported=("square positions",))
     own = naming.ModelNames(may_differ=lambda _: True, describe=lambda _: traits)
     text = tables.suggest_hf_names(own, traits, naming.NameOptions())
     assert text.startswith(f"{KEPT}: it matches no model family of reshard; the nearest is ")
