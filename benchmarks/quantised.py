@@ -1,9 +1,10 @@
-"""Measure dequantisation of fp8 and MXFP4 models with reshard and with torch's own reader.
+"""Measure dequantisation of quantised models with reshard and, for fp8 and MXFP4, torch's reader.
 
     python benchmarks/quantised.py WORK [MEBIBYTES [ROUNDS]]
 
 Writes random codes and scales below WORK (blocks of 128 x 128 as in DeepSeek V3, experts as in
-GPT-OSS), and runs each program in a process of its own:
+GPT-OSS, integers of 4 bits as in Kimi K2 Thinking, NVFP4 of Model Optimizer), and runs each program
+in a process of its own. Integers and NVFP4 are only merged.
 
     into memory    `torch.distributed.checkpoint.load` with torch's
                    `QuantizedHuggingFaceStorageReader`, and with `reshard.dcp.StorageReader`
@@ -33,8 +34,9 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 ROWS, COLUMNS = 7168, 2048  # a matrix of an expert of DeepSeek V3
 EXPERT = (5760, 90)  # rows and groups of GPT-OSS's gate_up_proj
-METHODS = ("fp8", "mxfp4")
-PROGRAMS = ("torch", "reshard", "merge", "plain", "quantise", "changed")
+MERGED = ("merge", "plain")
+PROGRAMS = ("torch", "reshard", *MERGED, "quantise", "changed")
+METHODS = {"fp8": PROGRAMS, "mxfp4": PROGRAMS, "int4": MERGED, "nvfp4": MERGED}
 
 
 def make(place: Path, method: str, nbytes: int) -> None:
@@ -52,6 +54,23 @@ def make(place: Path, method: str, nbytes: int) -> None:
             grid = torch.rand(ROWS // 128, COLUMNS // 128, generator=made)
             tensors[f"w{number}.weight_scale_inv"] = grid * 1e-3
         settings = {"quant_method": "fp8", "weight_block_size": [128, 128]}
+    elif method in ("int4", "nvfp4"):
+        for number in range(max(nbytes // (ROWS * COLUMNS // 2), 1)):
+            fqn = f"w{number}.weight"
+            codes = torch.randint(0, 256, (ROWS, COLUMNS // 2), dtype=torch.uint8, generator=made)
+            if method == "int4":
+                tensors[f"{fqn}_packed"] = codes.view(torch.int32)
+                tensors[f"{fqn}_scale"] = torch.rand(ROWS, COLUMNS // 32, generator=made).bfloat16()
+                tensors[f"{fqn}_shape"] = torch.tensor([ROWS, COLUMNS])
+            else:
+                scales = torch.rand(ROWS, COLUMNS // 16, generator=made)
+                tensors[fqn] = codes
+                tensors[f"{fqn}_scale"] = scales.to(torch.float8_e4m3fn)
+                tensors[f"{fqn}_scale_2"] = torch.tensor(0.01)
+        settings = {"quant_method": "modelopt"}
+        if method == "int4":
+            groups = {"group_0": {"weights": {"group_size": 32, "symmetric": True}}}
+            settings = {"quant_method": "compressed-tensors", "config_groups": groups}
     else:
         rows, groups = EXPERT
         experts = 4
@@ -62,7 +81,7 @@ def make(place: Path, method: str, nbytes: int) -> None:
             tensors |= {f"w{number}_blocks": blocks, f"w{number}_scales": scales}
         settings = {"quant_method": "mxfp4"}
     names = ["model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"]
-    half = len(tensors) // 4 * 2  # codes and their scales are in one file
+    half = len(tensors) // 2
     where = {name: names[number >= half] for number, name in enumerate(tensors)}
     for file in names:
         save_file({n: t for n, t in tensors.items() if where[n] == file}, place / file)
@@ -176,15 +195,16 @@ def run(program: str, place: Path) -> Any:
 
 
 def main(work: Path, mebibytes: int, rounds: int) -> None:
-    for method in METHODS:
+    for method, programs in METHODS.items():
         place = work / method
         if not place.is_dir():
             make(place, method, mebibytes << 20)
-            change(place)
-        found = [{program: run(program, place) for program in PROGRAMS} for _ in range(rounds)]
+            if programs != MERGED:
+                change(place)
+        found = [{program: run(program, place) for program in programs} for _ in range(rounds)]
         least = {
             program: [min(one[program][0][number] for one in found) for number in range(2)]
-            for program in PROGRAMS
+            for program in programs
         }
         for program, (wall, cpu) in least.items():
             _, memory, nbytes, _ = found[-1][program]
@@ -194,6 +214,8 @@ def main(work: Path, mebibytes: int, rounds: int) -> None:
                 f"peak memory {memory / 2**20:6.0f} MiB",
                 flush=True,
             )
+        if programs == MERGED:
+            continue
         same = found[-1]["torch"][3] == found[-1]["reshard"][3]
         print(f"{method:6} values are {'equal' if same else 'DIFFERENT'}", flush=True)
 

@@ -365,13 +365,36 @@ static void decode_part(Code code, const char *table, const uint8_t *codes, cons
     }
 }
 
+INLINED void repeat_numbers(const char *numbers, Py_ssize_t count, Py_ssize_t wide, char *out) {
+    for (Py_ssize_t n = 0; n < count; n++) {
+        uint32_t bits = load(numbers, n);
+        for (Py_ssize_t i = 0; i < wide; i++) store(out, n * wide + i, bits);
+    }
+}
+
+/* Each number `wide` times; the usual groups are vectorized. */
+VECTORIZED static void repeat_row(const char *numbers, Py_ssize_t count, Py_ssize_t wide, char *out) {
+    if (wide == 16)
+        repeat_numbers(numbers, count, 16, out);
+    else if (wide == 32)
+        repeat_numbers(numbers, count, 32, out);
+    else
+        repeat_numbers(numbers, count, wide, out);
+}
+
 /* The numbers of a part of a row, of which each stands for `wide` columns. */
 static const char *spread(const char *row, Py_ssize_t column, Py_ssize_t count, Py_ssize_t wide, char *buffer) {
     if (wide == 1) return row + 4 * column;
-    for (Py_ssize_t done = 0; done < count;) {
-        Py_ssize_t number = (column + done) / wide, stop = (number + 1) * wide - column;
-        uint32_t bits = load(row, number);
-        for (stop = stop < count ? stop : count; done < stop; done++) store(buffer, done, bits);
+    for (Py_ssize_t done = 0, times; done < count; done += times) {
+        Py_ssize_t number = (column + done) / wide, rest = (number + 1) * wide - column - done;
+        Py_ssize_t whole = rest == wide ? (count - done) / wide : 0;
+        if (whole) {
+            repeat_row(row + 4 * number, whole, wide, buffer + 4 * done);
+            times = whole * wide;
+        } else {
+            times = rest < count - done ? rest : count - done;
+            repeat_row(row + 4 * number, 1, times, buffer + 4 * done);
+        }
     }
     return buffer;
 }

@@ -258,8 +258,10 @@ def _read_scales(pool: Reader, weight: Scaled, matrix: int, row: int, rows: int)
     """
     at, raw = _read_stored_scales(pool, weight, matrix, row, rows)
     scales = decode_scales(raw, weight.scales.dtype)
-    if (weight.factor, weight.divisor) != (1.0, 1.0):
-        scales = scales * np.float32(weight.factor) / np.float32(weight.divisor)
+    if weight.factor != 1:
+        scales *= np.float32(weight.factor)
+    if weight.divisor != 1:
+        scales /= np.float32(weight.divisor)
     check_scales(weight, scales, at)
     return scales.reshape(-1, weight.grid[1])
 
