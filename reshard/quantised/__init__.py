@@ -14,8 +14,8 @@ moments      optimizer state that torchao and bitsandbytes store as codes
 remainders   fp32 masters from 16-bit weights and remainders (Transformer Engine's Adam)
 
 Known methods are ``fp8`` (DeepSeek V3 and others: blocks of 128 x 128, or one scale for a tensor),
-``mxfp8``, ``mxfp4`` (GPT-OSS), ``compressed-tensors`` and ``modelopt``. Others are refused by name. The values
-are those of the libraries: transformers 5.23 (``integrations/finegrained_fp8.py``,
+``mxfp8``, ``mxfp4`` (GPT-OSS), ``compressed-tensors`` and ``modelopt``. Others are refused by name.
+The values are those of the libraries: transformers 5.23 (``integrations/finegrained_fp8.py``,
 ``Fp8Dequantize``; ``integrations/mxfp4.py``, ``convert_moe_packed_tensors``) and those that
 `compressed` names, with one exception. Where the last blocks of a weight are smaller, transformers
 divides the weight into equal blocks, or fails. Here the blocks have the size that config.json

@@ -46,6 +46,7 @@ _GROUPS = {E4M3: 16, UINT8: 32, E8M0: 32}
 _SQUARE = (128, 128)
 _SHAPE, _DIVISOR, _FACTOR, _ZERO = "_shape", "_global_scale", "_scale_2", "_zero_point"
 _READ = {_SHAPE: 64, _DIVISOR: 8, _FACTOR: 8, _ZERO: 1 << 16}  # end of a name -> maximum bytes
+_PARTS = ("weight_packed", "weight_scale", *(f"weight{end}" for end in _READ))
 # Ends of names -> why a model with such tensors is refused.
 _REFUSED = {
     ".weight_g_idx": "whose groups are not in the order of the columns",
@@ -109,9 +110,7 @@ def _is_code(entry: Entry) -> bool:
 
 def _is_left(entry: Entry) -> bool:
     """Return whether an entry that is not used should be part of a weight."""
-    name = entry.fqn.rpartition(".")[2]
-    parts = name.startswith("weight_") or "_weight_" in name or entry.dtype.family == "float8"
-    return parts and not entry.fqn.endswith(UNUSED)
+    return entry.dtype.family == "float8" or entry.fqn.endswith(_PARTS)
 
 
 def _refuse_others(stated: Quantisation, entries: Mapping[str, Entry]) -> None:

@@ -25,7 +25,7 @@ from reshard.units import counted, some
 
 Tensors = Sequence[tuple[Entry, DType]]
 
-_WRITTEN = ("fp8", "mxfp8", "mxfp4")  # methods whose codes and scales can be computed block by block
+_WRITTEN = ("fp8", "mxfp8", "mxfp4")  # methods with scales of blocks
 
 
 @dataclass(frozen=True, slots=True)
