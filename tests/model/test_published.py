@@ -272,15 +272,22 @@ def test_a_head_that_save_pretrained_leaves_out_is_left_out(name, config, asked,
     assert got.keys() == want.keys()
 
 
-def test_a_part_ties_its_weights_although_the_config_of_the_whole_denies_it(tmp_path):
+@pytest.mark.parametrize("encoder", ["vit", "wav2vec2"])  # only the first one's names are converted
+def test_a_part_ties_its_weights_although_the_config_of_the_whole_denies_it(encoder, tmp_path):
     sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
     sizes |= {"intermediate_size": 16}
-    parts = (
-        transformers.ViTConfig(**sizes, image_size=8, patch_size=4),
-        transformers.BertConfig(**sizes, vocab_size=20, is_decoder=True, add_cross_attention=True),
+    decoder = {"vocab_size": 20, "is_decoder": True, "add_cross_attention": True}
+    if encoder == "vit":
+        whole = transformers.VisionEncoderDecoderModel
+        parts = {"encoder": sizes | {"image_size": 8, "patch_size": 4}}
+    else:
+        whole = transformers.SpeechEncoderDecoderModel
+        parts = {"encoder": sizes | {"conv_dim": (4,), "conv_kernel": (4,), "conv_stride": (2,)}}
+    parts["decoder"] = sizes | decoder
+    kinds = {"encoder": encoder, "decoder": "bert"}
+    model = whole(
+        whole.config_class(**{at: {"model_type": kinds[at], **parts[at]} for at in kinds})
     )
-    config = transformers.VisionEncoderDecoderConfig.from_encoder_decoder_configs(*parts)
-    model = transformers.VisionEncoderDecoderModel(config)
     model.save_pretrained(tmp_path / "want")
     torch.save(model.state_dict(), tmp_path / "run.bin")
     reshard.merge(tmp_path / "run.bin", tmp_path / "got", hf_dir=tmp_path / "want")
