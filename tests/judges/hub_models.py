@@ -376,6 +376,8 @@ SETTINGS: dict[str, dict[str, Any]] = {  # what a type's models need, and its de
         "acoustic_tokenizer_encoder_config": {"num_filters": 4},
         "semantic_tokenizer_encoder_config": {"num_filters": 4},
     },
+    "perceiver": {"d_latents": WIDTH, "num_latents": 16, "num_self_attends_per_block": LAYERS},
+    "qwen2_5_omni": {"token2wav_config": {"bigvgan_config": {"upsample_initial_channel": 192}}},
     "qwen3_omni_moe": {"enable_audio_output": False},
     "sapiens2": {"head_config": _SAPIENS},
 }
