@@ -28,7 +28,7 @@ from reshard.core.dtypes import BFLOAT16, BY_NAME, E4M3, E8M0, FLOAT16, FLOAT32,
 from reshard.core.manifest import Entry, Manifest, Quantisation
 from reshard.errors import CorruptError, IncompleteError, UnsupportedError
 from reshard.quantised.grids import count_blocks, fit_grid
-from reshard.quantised.scale_names import CODE_DTYPES, UNUSED
+from reshard.quantised.scale_names import CODE_DTYPES
 from reshard.quantised.scaled import BITS, E2M1, INT4, INT8, Scaled
 from reshard.quantised.weights import QuantisedPair
 from reshard.system.files import SourceFiles

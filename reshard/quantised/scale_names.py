@@ -18,8 +18,10 @@ UNUSED = (
 )
 # Ends of names of scales, whatever their codes: compressed-tensors and Model Optimizer, and
 # bitsandbytes (also nested_absmax and nested_quant_map).
-_SCALES = (*UNUSED, ".weight_scale", "weight_scale_2", "weight_global_scale", "pre_quant_scale")
-_SCALES += ("absmax", "quant_map")
+_SCALES = (
+    *(*UNUSED, ".weight_scale", "weight_scale_2", "weight_global_scale", "pre_quant_scale"),
+    *("absmax", "quant_map"),
+)
 
 
 def name_scales(fqn: str) -> Iterator[str]:
