@@ -9,6 +9,7 @@ scaled       the geometry: where codes and scales are, and which belong together
 grids        how scales are spread over a weight
 decode       the arithmetic of dequantisation, with numpy
 encode       the arithmetic of quantisation
+tiles        codes and scales as computed bytes
 loops        the loops of both over the values, compiled or with numpy
 moments      optimizer state that torchao and bitsandbytes store as codes
 remainders   fp32 masters from 16-bit weights and remainders (Transformer Engine's Adam)

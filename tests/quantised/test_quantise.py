@@ -11,11 +11,10 @@ from safetensors.torch import load_file, save_file
 
 import reshard
 from reshard import formats
-from reshard.commands.merge import blocks
-from reshard.commands.merge import blocks as blocks_module
-from reshard.commands.merge.blocks import KeptScales, Matrix, quantise
 from reshard.commands.merge.quantising import Release
 from reshard.errors import CorruptError, UnsupportedError, UsageError
+from reshard.quantised import tiles
+from reshard.quantised.tiles import KeptScales, Matrix, quantise
 from reshard.tensors.lazy import Checkpoint
 from tests.quantised.models import (
     FP8,
@@ -212,8 +211,8 @@ def test_tiles_and_bands_of_any_size_have_the_same_bytes(trained, tmp_path, monk
     run, source, _ = trained
     reshard.merge(run, tmp_path / "values.safetensors", dtype=dtype)
     for number, (tile, band) in enumerate([(1 << 20, 2 << 20), (1, 1), (256 * 700, 1)]):
-        monkeypatch.setattr(blocks, "_TILE", tile)
-        monkeypatch.setattr(blocks, "_BAND_NBYTES", band)
+        monkeypatch.setattr(tiles, "_TILE", tile)
+        monkeypatch.setattr(tiles, "_BAND_NBYTES", band)
         reshard.merge(tmp_path / "values.safetensors", tmp_path / str(number), quantise_like=source)
     written = [(tmp_path / str(n) / "model.safetensors").read_bytes() for n in range(3)]
     assert written[0] == written[1] == written[2]
@@ -260,7 +259,7 @@ def test_scales_follow_codes_before_their_memory_is_needed(tmp_path, monkeypatch
         return original(self, part, *rest)
 
     monkeypatch.setattr(Matrix, "_compute_tile", noted)
-    monkeypatch.setattr(blocks_module, "_KEPT_BYTES", 4 * (64 * 4 + 64 * 4 // 8))
+    monkeypatch.setattr(tiles, "_KEPT_BYTES", 4 * (64 * 4 + 64 * 4 // 8))
     reshard.merge(tmp_path / "run.safetensors", tmp_path / "o", quantise_like=source, workers=1)
     assert computed == ["codes"] * 12
 

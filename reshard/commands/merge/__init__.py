@@ -7,7 +7,6 @@ filling   weights that the checkpoint lacks, from a model that has them
 codes     the config of weights that are codes, or were
 adapter   only a PEFT adapter
 quantising  weights as codes and scales, like a quantised release
-blocks    codes and scales as computed bytes
 lora      a LoRA adapter, added to its base model
 upload    the same files in a commit to the Hugging Face Hub, without a copy on a disk
 report    what was written, cast, dropped and noted

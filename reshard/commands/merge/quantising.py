@@ -6,7 +6,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from reshard.commands.merge import blocks
 from reshard.commands.merge.options import QUANTISE_LIKE
 from reshard.commands.merge.passes import Merge
 from reshard.commands.output_options import ReadOptions
@@ -15,6 +14,7 @@ from reshard.core.dtypes import DType
 from reshard.core.location import get_directory
 from reshard.core.manifest import PARAM, Entry, Manifest, Quantisation
 from reshard.errors import UnsupportedError, UsageError
+from reshard.quantised import tiles
 from reshard.quantised.pairs import find_pairs, list_unused_scales
 from reshard.quantised.statement import KEYS, remove_statement
 from reshard.quantised.weights import QuantisedPair
@@ -120,7 +120,7 @@ def quantise(merge: Merge) -> Merge:
     release = Release.open(path, merge.options.allow_pickle)
     tensors = merge.weights.tensors
     _check_same_model(release, tensors)
-    kept = blocks.KeptScales()
+    kept = tiles.KeptScales()
     written = [item for each in tensors for item in _convert(release, merge, kept, *each)]
     merge.notes.derived.append(_describe(release, tensors))
     merge.notes.warnings += _note_differences(release, tensors)
@@ -130,7 +130,7 @@ def quantise(merge: Merge) -> Merge:
         manifest=replace(merge.manifest, files=files),
         weights=replace(merge.weights, tensors=written),
         companions=_state_method(merge.companions, release),
-        worker_nbytes=max(map(blocks.count_worker_nbytes, release.pairs.values())),
+        worker_nbytes=max(map(tiles.count_worker_nbytes, release.pairs.values())),
     )
 
 
@@ -163,12 +163,12 @@ def _check_same_model(release: Release, tensors: Tensors) -> None:
 
 
 def _convert(
-    release: Release, merge: Merge, kept: blocks.KeptScales, entry: Entry, dtype: DType
+    release: Release, merge: Merge, kept: tiles.KeptScales, entry: Entry, dtype: DType
 ) -> Iterator[tuple[Entry, DType]]:
     """Yield what to write for a weight: codes and scales, or the weight in the release's dtype."""
     pair = release.pairs.get(entry.fqn)
     if pair is not None:
-        for part in blocks.quantise(entry, pair, kept):
+        for part in tiles.quantise(entry, pair, kept):
             yield part, part.dtype
         return
     like = release.entries.get(entry.fqn)
