@@ -6,6 +6,7 @@ what a job found not to be bitwise what `reshard.open` gives.
 
 from __future__ import annotations
 
+import functools
 import json
 from pathlib import Path
 
@@ -254,16 +255,22 @@ def two_dims(ranks, source):
 
 def fails(ranks, source, change):
     """Load into a target that does not fit the checkpoint."""
+    state = live_state(ranks, source, in_two_groups=change == "groups")
+    return load(CHANGES.get(change, dict)(state), source)
+
+
+@functools.cache
+def live_state(ranks, source, *, in_two_groups):
+    """Return the states of a model and an optimizer; no job changes them."""
     model = sharded("fsdp2", ranks, llama(source))
     optimizer = adamw(model)
-    if change == "groups":
+    if in_two_groups:
         first, *rest = model.parameters()
         optimizer = torch.optim.AdamW([{"params": [first]}, {"params": rest}])
-    state = {
+    return {
         "model": get_model_state_dict(model),
         "optim": get_optimizer_state_dict(model, optimizer),
     }
-    return load(CHANGES.get(change, dict)(state), source)
 
 
 def with_weight(name, value):
@@ -272,8 +279,9 @@ def with_weight(name, value):
 
 
 def with_slot(state):
-    state["optim"]["state"]["model.norm.weight"]["max_exp_avg_sq"] = torch.zeros(32)
-    return state
+    name, held = "model.norm.weight", state["optim"]["state"]
+    more = {name: {**held[name], "max_exp_avg_sq": torch.zeros(32)}}
+    return state | {"optim": state["optim"] | {"state": held | more}}
 
 
 CHANGES = {
