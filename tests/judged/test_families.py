@@ -50,9 +50,9 @@ def proofs(tmp_path_factory):
     found = []
     for turn in (0, 1):
         grids = choose_forms(dense[1:], turn), choose_forms(sparse[-2:], turn)
-        found += families.prove(PROVED[turn::2], place / f"proved{turn}", *grids)
-    found += families.prove(NAMED, place / "named", dense[-1:], sparse[-1:])
-    return {proof.name: proof for proof in found}
+        found += families.begin(PROVED[turn::2], place / f"proved{turn}", *grids)
+    found += families.begin(NAMED, place / "named", dense[-1:], sparse[-1:])
+    return {proof.name: proof for proof in families.finish(found, place)}
 
 
 @pytest.mark.parametrize("name", PROVED)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from importlib.util import find_spec
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ from reshard.errors import UnsupportedError
 from tests.judges import megatron_encoders as judge
 from tests.judges.megatron_cases import Grid
 
-pytest.importorskip("megatron.core")
+pytestmark = pytest.mark.skipif(not find_spec("megatron"), reason="needs Megatron-core")
 
 
 @pytest.fixture(scope="module")

@@ -204,13 +204,33 @@ def prove(
         sparse: the grids for a model with experts.
         rules: a user's file of rules, with a family of its own.
     """
-    proofs = [
+    return finish(begin(configs, place, dense, sparse, rules), place)
+
+
+def begin(
+    configs: Iterable[str],
+    place: Path,
+    dense: Grids = DENSE,
+    sparse: Grids = SPARSE,
+    rules: Path | None = None,
+) -> list[Proof]:
+    """Run the conversions of each configuration; the arguments are those of `prove`."""
+    return [
         _begin(Proof(config, place / f"config{number}", rules), dense, sparse)
         for number, config in enumerate(configs)
     ]
+
+
+def finish(proofs: list[Proof], place: Path) -> list[Proof]:
+    """Run the steps after the conversions, and return the proofs.
+
+    Args:
+        proofs: what `begin` returned, in one call or in several.
+        place: a directory for the files of Megatron-core.
+    """
     tried = [(proof, ranks) for proof in proofs for ranks in proof.grids]
     built = [each for each in tried if not each[0].builder]
-    jobs = [_make_job(proof, ranks, place / "megatron") for proof, ranks in built]
+    jobs = [_make_job(proof, ranks) for proof, ranks in built]
     for (proof, ranks), found in zip(built, run_jobs(jobs, place / "megatron"), strict=True):
         proof.problems += [Problem(ranks, *each) for each in _check_megatron(proof, found)]
     for proof, ranks in tried:
@@ -218,9 +238,9 @@ def prove(
     return proofs
 
 
-def _make_job(proof: Proof, ranks: RankGrid, place: Path) -> LoadJob:
+def _make_job(proof: Proof, ranks: RankGrid) -> LoadJob:
     run = proof.locate_run(ranks)
-    tokens, directory = proof.place / models.TOKENS, place / f"{proof.place.name}-{run.name}"
+    tokens, directory = proof.place / models.TOKENS, proof.place / f"{run.name}.megatron"
     return LoadJob(str(run), str(tokens), ranks.world, str(directory))
 
 
