@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 from pathlib import Path
 
@@ -25,6 +26,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     slow = {item.path for item in items if item.get_closest_marker("slow")}
     judged = {item.path for item in items if item.get_closest_marker("judge")}
     items.sort(key=lambda item: (item.path not in slow, item.path not in judged))
+
+
+def pytest_collection_finish() -> None:
+    """Keep what was collected out of the garbage collector's way; all of it stays to the end."""
+    gc.freeze()
 
 
 @pytest.fixture
