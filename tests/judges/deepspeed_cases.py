@@ -60,7 +60,7 @@ class Case:
 def ds_config(
     stage: int, precision: str, zero: Config | None = None, top: Config | None = None
 ) -> Config:
-    """Return a plain config; small bucket sizes give several buckets even here.
+    """Return a plain config; small bucket sizes give three buckets even here.
 
     No clipping at stage 0 in fp32: DeepSpeed's ``clip_grad_norm_`` cannot scale a 0-d gradient
     ("output with shape [] doesn't match the broadcast shape [1]").
@@ -70,14 +70,14 @@ def ds_config(
         "gradient_clipping": 0.0 if (stage, precision) == (0, "fp32") else 1.0,
         "zero_optimization": {
             "stage": stage,
-            "reduce_bucket_size": 5000,
+            "reduce_bucket_size": 30_000,
             **(zero or {}),
         },
         **copy.deepcopy(PRECISIONS[precision]),
         **copy.deepcopy(top or {}),
     }
     if stage == 3:
-        config["zero_optimization"].setdefault("stage3_prefetch_bucket_size", 5000)
+        config["zero_optimization"].setdefault("stage3_prefetch_bucket_size", 30_000)
     return config
 
 
