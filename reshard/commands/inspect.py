@@ -60,6 +60,7 @@ class Inspection(Report):
             "versions": dict(manifest.origin.versions),
             "mesh": dict(manifest.origin.mesh),
             "precision": manifest.origin.precision,
+            "quantisation": manifest.quantisation.method if manifest.quantisation else None,
             "step": train.step,
             "skipped_steps": train.skipped_steps,
             "samples": train.samples,
@@ -159,6 +160,10 @@ class Inspection(Report):
         mesh = ", ".join(f"{axis} {size}" for axis, size in origin.mesh.items())
         yield format_row("ranks", mesh or "1")
         yield format_row("precision", origin.precision or "unknown")
+        stated = self.manifest.quantisation
+        if stated is not None:
+            text = f"{stated.method}, says {stated.stated_in}; the tensors are codes and scales"
+            yield format_row("quantised", text)
         for number, group in enumerate(train.param_groups):
             shown = ", ".join(
                 f"{key} {group.hyper[key]}" for key in ("lr", "weight_decay") if key in group.hyper
