@@ -28,18 +28,19 @@ from reshard.core.dtypes import BFLOAT16, BY_NAME, E4M3, E8M0, FLOAT16, FLOAT32,
 from reshard.core.manifest import Entry, Manifest, Quantisation
 from reshard.errors import CorruptError, IncompleteError, UnsupportedError
 from reshard.quantised.grids import count_blocks, fit_grid
-from reshard.quantised.scale_names import CODE_DTYPES
+from reshard.quantised.scale_names import FLOAT8
 from reshard.quantised.scaled import BITS, E2M1, INT4, INT8, Scaled
 from reshard.quantised.weights import QuantisedPair
 from reshard.system.files import SourceFiles
 from reshard.units import some
 
-_INT32, _INT64 = BY_NAME["int32"], BY_NAME["int64"]
+_INT8, _INT32, _INT64 = BY_NAME["int8"], BY_NAME["int32"], BY_NAME["int64"]
 _FLOATS = (FLOAT32, BFLOAT16, FLOAT16)
 _SCALES = {  # dtype of the codes -> dtypes of their scales
     _INT32: _FLOATS,
+    _INT8: _FLOATS,
     UINT8: (E4M3, UINT8, E8M0),
-    **dict.fromkeys(CODE_DTYPES, (*_FLOATS, UINT8, E8M0)),
+    **dict.fromkeys(FLOAT8, (*_FLOATS, UINT8, E8M0)),
 }
 # Columns of a block, by the dtype of its scale: NVFP4, and Microscaling Formats.
 _GROUPS = {E4M3: 16, UINT8: 32, E8M0: 32}
@@ -141,12 +142,11 @@ def _find_missing(
     codes: Entry, scales: Entry, others: Mapping[str, Entry], *, is_asymmetric: bool
 ) -> tuple[str, ...]:
     """Return the ends of the names of which a weight needs one and has none."""
+    needed: tuple[str, ...] = ()
     if codes.dtype == UINT8 and scales.dtype == E4M3:
-        needed: tuple[str, ...] = (_DIVISOR, _FACTOR)
-    elif codes.dtype == _INT32:
-        needed = (_ZERO,) if is_asymmetric else ()
-    else:
-        needed = ()
+        needed = _DIVISOR, _FACTOR
+    elif codes.dtype == _INT32 and is_asymmetric:
+        needed = (_ZERO,)
     return needed if others.keys().isdisjoint(needed) else ()
 
 
@@ -225,7 +225,7 @@ def _pair(
         shared=geometry.shared,
         factor=_read_factor(others.get(_FACTOR), numbers),
         divisor=_read_factor(others.get(_DIVISOR), numbers),
-        zeros=_find_zeros(others.get(_ZERO), numbers, code, shape[-2:], geometry.block),
+        zeros=_find_zeros(others.get(_ZERO), numbers, code, shape, geometry.block),
     )
     return QuantisedPair(fqn, shape, codes, scales, weight, tuple(others.values()))
 
@@ -267,14 +267,16 @@ def _choose_block(
         return 1, _GROUPS[scales.dtype]
     if _is_split(scales.shape):
         return _SQUARE
-    blocks = [(1, size[1]), *stated]  # the first: one scale for each row
-    for block in blocks:
-        if count_blocks(size, block) == grid[-2:]:
-            return block
+    # The first: one scale for each row.
+    blocks = [(1, size[1]), *((min(high, size[0]), min(wide, size[1])) for high, wide in stated)]
+    fitting = {block for block in blocks if count_blocks(size, block) == grid[-2:]}
+    if len(fitting) == 1:
+        return fitting.pop()
     raise UnsupportedError(
         scales.where,
         f"{scales.fqn!r} has shape {scales.shape} for a weight of {size[0]} x {size[1]}, which is"
-        f" that of no scheme in the config: blocks of {' or '.join(map(str, blocks))}",
+        f" that of {'two schemes' if fitting else 'no scheme'} in the config: blocks of"
+        f" {' or '.join(map(str, blocks))}",
         "dequantise the model with the library that quantised it",
     )
 
@@ -325,7 +327,7 @@ def _read_factor(entry: Entry | None, numbers: Mapping[str, bytes]) -> float:
 
 
 def _find_zeros(
-    entry: Entry | None, numbers: Mapping[str, bytes], code: str, size: Index, block: Index
+    entry: Entry | None, numbers: Mapping[str, bytes], code: str, shape: Index, block: Index
 ) -> Chunk | None:
     """Return where the zero points of a weight are; None if it has none, or if all are 0.
 
@@ -333,14 +335,14 @@ def _find_zeros(
         entry: the stored zero points.
         numbers: the first bytes of small tensors, by name.
         code: what the codes are.
-        size: the rows and columns of a matrix.
+        shape: the shape of the weight.
         block: the rows and columns of a block.
     """
     if entry is None or not entry.chunks:
         return None
     if code in BITS and block[0] == 1 and entry.dtype == _INT32:
-        words, across = -(-size[0] * BITS[code] // 32), -(-size[1] // block[1])
-        if entry.shape[-2:] == (words, across):
+        words, across = -(-shape[-2] * BITS[code] // 32), -(-shape[-1] // block[1])
+        if entry.shape == (*shape[:-2], words, across):
             return entry.chunks[0]
     if _get_nbytes(entry) > _READ[_ZERO] or any(numbers[entry.fqn]):
         raise UnsupportedError(
