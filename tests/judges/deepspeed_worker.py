@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import importlib
+from importlib.util import find_spec
+
 from tests.judges import deepspeed_experts, deepspeed_train, deepspeed_trainers, ranks
 from tests.judges.deepspeed_cases import CASES, Case
 
@@ -51,11 +54,22 @@ def preload(jobs: list[ranks.Job]) -> dict[str, str]:
     """Import everything once. Return case -> why the disk op that it needs is not here."""
     ranks.import_all(PRELOADED)
     deepspeed_train.leave_out_shared_memory()
+    _build_conversions()
     disk = [job for job in jobs if case_of(job).nvme]
     if not disk:
         return {}
     reason = deepspeed_train.load_aio(compile_it=disk[0].told["compile_aio"])
     return {job.case: reason for job in disk} if reason else {}
+
+
+def _build_conversions() -> None:
+    """Have transformers 5 build its conversions of checkpoints, which it keeps in the process.
+
+    It compiles 900 patterns, and would do so in every rank that makes a PEFT model or saves one.
+    """
+    if find_spec("transformers.conversion_mapping"):
+        mapping = importlib.import_module("transformers.conversion_mapping")
+        mapping.get_checkpoint_conversion_mapping("llama")
 
 
 if __name__ == "__main__":
