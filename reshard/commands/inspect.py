@@ -162,7 +162,9 @@ class Inspection(Report):
         yield format_row("precision", origin.precision or "unknown")
         stated = self.manifest.quantisation
         if stated is not None:
-            text = f"{stated.method}, says {stated.stated_in}; the tensors are codes and scales"
+            text = (
+                f"{stated.method}, as {stated.stated_in} states; the tensors are codes and scales"
+            )
             yield format_row("quantised", text)
         for number, group in enumerate(train.param_groups):
             shown = ", ".join(

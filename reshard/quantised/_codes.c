@@ -401,9 +401,9 @@ static const char *spread(const char *row, Py_ssize_t column, Py_ssize_t count, 
 
 CAST_LOOP(float32_to_bfloat16, uint32_t, AS_IS, uint16_t, to_bfloat16, 0x7F80, 0)
 
-/* decode(codes, table, zeros, scales, out, columns, high, wide, code): out = (table[codes] - zeros) * scales, as
-   float32 or, if `itemsize` is 2, as bfloat16; returns how many finite products became infinite. A number stands for
-   `high` rows and `wide` columns; there can be no zeros. */
+/* decode(codes, table, zeros, scales, out, itemsize, columns, high, wide, code): out = (table[codes] - zeros) * scales,
+   as float32 or, if `itemsize` is 2, as bfloat16; returns how many finite products became infinite. A zero or a scale
+   stands for `high` rows and `wide` columns; `zeros` is empty if nothing is subtracted. */
 static PyObject *decode(PyObject *module, PyObject *args) {
     Py_buffer codes, table, zeros, scales, out;
     Py_ssize_t itemsize, columns, high, wide, overflowed = 0;

@@ -15,7 +15,6 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from reshard.core.chunks import Chunk
 from reshard.core.dtypes import BFLOAT16, E4M3, E5M2, E8M0, FLOAT16, FLOAT32, UINT8, DType
 from reshard.engine.move.tiles import find_reader
 from reshard.errors import CorruptError
@@ -171,10 +170,9 @@ def _decode(pool: Reader, weight: Scaled, matrix: int, origin: tuple[int, int], 
     first = (matrix * weight.rows + row) * weight.columns + column
     start, stop, code = first, first + rows * columns, weight.code
     scales, wide = _take_scales(pool, weight, matrix, origin, out.shape)
-    zeros = None
-    if weight.zeros:
-        numbers = _read_zeros(pool, weight, weight.zeros, (matrix, row, rows))
-        zeros, _ = _cut_columns(numbers, weight.block[1], column, columns)
+    zeros = _read_zeros(pool, weight, matrix, row, rows)
+    if zeros is not None:
+        zeros, _ = _cut_columns(zeros, weight.block[1], column, columns)
     if weight.packed:
         start, stop = start // 2, -(-stop // 2)
     codes = _read_codes(pool, "codes of a block", weight, start, stop - start)
@@ -184,11 +182,11 @@ def _decode(pool: Reader, weight: Scaled, matrix: int, origin: tuple[int, int], 
     return loops.decode(codes, decode_table(weight.code), code, scales, block, out, zeros)
 
 
-def _read_zeros(
-    pool: Reader, weight: Scaled, stored: Chunk, rows_of_matrix: tuple[int, int, int]
-) -> Array:
-    """Return what is subtracted from the codes of some rows (matrix, first, number), by block."""
-    matrix, row, rows = rows_of_matrix
+def _read_zeros(pool: Reader, weight: Scaled, matrix: int, row: int, rows: int) -> Array | None:
+    """Return what is subtracted from the codes of some rows of a matrix, by block; or None."""
+    stored = weight.zeros
+    if stored is None:
+        return None
     bits, across = BITS[weight.code], weight.grid[1]
     per_word = 32 // bits
     first, last = row // per_word, (row + rows - 1) // per_word
@@ -220,7 +218,7 @@ def _take_scales(
 
     def read_lines() -> Array:
         scales = _read_scales(pool, weight, matrix, start, min(step, weight.rows - start))
-        return _spread(scales, width, 0, weight.columns)
+        return loops.spread(scales, width, weight.columns)
 
     lines = find_reader(pool).keep("lines of scales", (weight, matrix, start), read_lines)
     line = (row - start) // high
@@ -230,17 +228,10 @@ def _take_scales(
 def _cut_columns(numbers: Array, width: int, column: int, columns: int) -> tuple[Array, int]:
     """Return the numbers of some columns, of which each has ``width`` columns, and their width."""
     if column % width:
-        return _spread(numbers, width, column, columns), 1
+        return loops.spread(numbers, width, columns, column), 1
     return np.ascontiguousarray(
         numbers[:, column // width : -(-(column + columns) // width)]
     ), width
-
-
-def _spread(scales: Array, width: int, column: int, columns: int) -> Array:
-    """Return the scale of each column, from one on; blocks have ``width`` columns."""
-    first, last = column // width, (column + columns - 1) // width
-    wide = np.repeat(scales[:, first : last + 1], width, axis=1)
-    return np.ascontiguousarray(wide[:, column - first * width :][:, :columns])
 
 
 def _read_codes(pool: Reader, slot: str, weight: Scaled, first: int, count: int) -> Array:

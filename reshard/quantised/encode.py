@@ -135,9 +135,7 @@ def encode(values: Array, stored_scales: Array, weight: Scaled) -> Array:
 
 def _spread(scales: Array, weight: Scaled, columns: int) -> Array:
     """Return the scale of each column of each row of blocks."""
-    wide = weight.value_block[1]
-    spread = np.repeat(scales, wide, axis=1)[:, :columns] if wide > 1 else scales
-    return np.ascontiguousarray(spread)
+    return loops.spread(scales, weight.value_block[1], columns)
 
 
 def decode_stored(scales: Array, dtype: DType) -> Array:

@@ -1,4 +1,4 @@
-"""How the scales of a weight are spread over it: one for each block, or one for all."""
+"""Find how the scales of a weight are spread over it: one for each block, or one for all."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _FUSED = "gate_up_proj"  # transformers concatenates a gate's blocks and those o
 
 @dataclass(frozen=True, slots=True)
 class Geometry:
-    """How scales are spread over a weight.
+    """The division of a weight into blocks, of which each has a scale.
 
     Args:
         block: the rows and columns of a block.

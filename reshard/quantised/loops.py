@@ -48,20 +48,20 @@ def decode(
         out: the matrix of values in float32 or, if `can_round`, of the bits of bfloat16.
         zeros: what is subtracted from the codes, in float32, like the scales.
     """
-    high, wide = block
+    (high, wide), columns = block, out.shape[1]
     if _compiled is not None:
-        less = b"" if zeros is None else zeros
+        subtracted = b"" if zeros is None else zeros
         overflowed: int = _compiled.decode(
-            codes, table, less, scales, out, out.itemsize, out.shape[1], high, wide, code
+            codes, table, subtracted, scales, out, out.itemsize, columns, high, wide, code
         )
         return overflowed
     if code in (E2M1, INT4):
         codes = unpack(codes)[: out.size]
     np.take(table, codes.reshape(out.shape), out=out, mode="clip")
     if zeros is not None:
-        out -= _spread(zeros, block, out.shape)
+        out -= _repeat(spread(zeros, wide, columns), high, len(out))
     with np.errstate(over="ignore", invalid="ignore"):
-        out *= _spread(scales, block, out.shape)
+        out *= _repeat(spread(scales, wide, columns), high, len(out))
     return 0
 
 
@@ -247,10 +247,13 @@ def _repeat(lines: Array, high: int, rows: int) -> Array:
     return lines if high == 1 or len(lines) == 1 else np.repeat(lines, high, axis=0)[:rows]
 
 
-def _spread(numbers: Array, block: tuple[int, int], shape: tuple[int, ...]) -> Array:
-    """Return the number of each element of a matrix, or one row of them if it is that of all."""
-    wide = np.repeat(numbers, block[1], axis=1)[:, : shape[1]] if block[1] > 1 else numbers
-    return _repeat(wide, block[0], shape[0])
+def spread(numbers: Array, wide: int, columns: int, first: int = 0) -> Array:
+    """Return the number of each column, from the first one on; each stands for ``wide`` columns."""
+    if wide == 1:
+        return np.ascontiguousarray(numbers[:, first : first + columns])
+    start = first // wide
+    repeated = np.repeat(numbers[:, start : -(-(first + columns) // wide)], wide, axis=1)
+    return np.ascontiguousarray(repeated[:, first - start * wide :][:, :columns])
 
 
 def _reduce_rows(function: np.ufunc, values: Array, high: int, lines: Array) -> None:

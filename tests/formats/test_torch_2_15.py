@@ -1,4 +1,4 @@
-"""What two ranks of torch 2.15 saved: strides in `.metadata`, parts of tensors, an ordered mesh."""
+"""Read what two ranks of torch 2.15 saved: strides in `.metadata`, parts of tensors, a mesh."""
 
 from __future__ import annotations
 

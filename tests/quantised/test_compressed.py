@@ -222,7 +222,8 @@ def test_codes_are_copied_and_not_written_anew(releases, tmp_path):
     source = releases / "W4A16" / "model"
     report = reshard.inspect(source)
     assert report.to_json()["quantisation"] == "compressed-tensors"
-    assert "quantised   compressed-tensors, says" in str(report)
+    stated = f"compressed-tensors, as {source / 'config.json'} states; the tensors are codes"
+    assert f"quantised   {stated}" in str(report)
     reshard.merge(source, tmp_path / "copy")
     copied = load_file(tmp_path / "copy" / "model.safetensors")
     stored = load_file(source / "model.safetensors")

@@ -67,7 +67,7 @@ class ModelStates:
 
     @property
     def unread(self) -> dict[str, str]:
-        """What the module's state dict holds beside tensors; see `leaves.find_opaque`."""
+        """The values of the module's state dict that are no tensors; see `leaves.find_opaque`."""
         module = self.root.get("module") or {}
         return leaves.find_opaque(self.file.path, module, prefix="module.")
 

@@ -45,7 +45,8 @@ def main() -> int:
     place = options.work or Path(tempfile.mkdtemp(prefix="families-"))
     place.mkdir(parents=True, exist_ok=True)
     try:
-        proofs = proof.prove(options.configs or proof.list_known(), place, rules=options.rules)
+        begun = proof.begin(options.configs or proof.list_known(), place, rules=options.rules)
+        proofs = proof.finish(begun, place)
     finally:
         if options.work is None:
             shutil.rmtree(place)

@@ -188,14 +188,14 @@ class Proof:
         return self.place / re.sub(r"\W", "", str(ranks))
 
 
-def prove(
+def begin(
     configs: Iterable[str],
     place: Path,
     dense: Grids = DENSE,
     sparse: Grids = SPARSE,
     rules: Path | None = None,
 ) -> list[Proof]:
-    """Run all steps for each configuration; Megatron-core is started once for all.
+    """Run the conversions of each configuration; `finish` runs the other steps.
 
     Args:
         configs: each a file, a directory, the text of a ``config.json`` or a ``model_type``.
@@ -204,17 +204,6 @@ def prove(
         sparse: the grids for a model with experts.
         rules: a user's file of rules, with a family of its own.
     """
-    return finish(begin(configs, place, dense, sparse, rules), place)
-
-
-def begin(
-    configs: Iterable[str],
-    place: Path,
-    dense: Grids = DENSE,
-    sparse: Grids = SPARSE,
-    rules: Path | None = None,
-) -> list[Proof]:
-    """Run the conversions of each configuration; the arguments are those of `prove`."""
     return [
         _begin(Proof(config, place / f"config{number}", rules), dense, sparse)
         for number, config in enumerate(configs)
@@ -222,7 +211,7 @@ def begin(
 
 
 def finish(proofs: list[Proof], place: Path) -> list[Proof]:
-    """Run the steps after the conversions, and return the proofs.
+    """Run the steps after the conversions, and return the proofs; Megatron-core starts once.
 
     Args:
         proofs: what `begin` returned, in one call or in several.
