@@ -98,19 +98,23 @@ def compress(scheme: str, out: Path) -> dict[str, torch.Tensor]:
     return {name: value for name, value in model.state_dict().items() if name.endswith("weight")}
 
 
-def export(config: str, out: Path, dtype: torch.dtype) -> dict[str, torch.Tensor]:
-    """Save a model that Model Optimizer exports; return the weights that its tensors give."""
+def export(config: str, out: Path) -> None:
+    """Save a model that Model Optimizer quantised."""
     import modelopt.torch.quantization as mtq
     from modelopt.torch.export import export_hf_checkpoint
+
+    quantised = mtq.quantize(
+        build_model(), getattr(mtq, config), lambda model: model(torch.arange(8)[None])
+    )
+    with torch.inference_mode():
+        export_hf_checkpoint(quantised, dtype=torch.bfloat16, export_dir=out)
+
+
+def dequantise_export(place: Path, dtype: torch.dtype) -> dict[str, torch.Tensor]:
+    """Return the weights that Model Optimizer computes from the tensors that it exported."""
     from modelopt.torch.quantization.qtensor import MXFP4QTensor, MXFP8QTensor, NVFP4QTensor
 
-    if not out.exists():
-        quantised = mtq.quantize(
-            build_model(), getattr(mtq, config), lambda model: model(torch.arange(8)[None])
-        )
-        with torch.inference_mode():
-            export_hf_checkpoint(quantised, dtype=torch.bfloat16, export_dir=out)
-    tensors = load_file(out / "model.safetensors")
+    tensors = load_file(place / "model.safetensors")
 
     def dequantise(codes, scale, overall):
         shape = (*codes.shape[:-1], 2 * codes.shape[-1])
@@ -147,10 +151,9 @@ def main() -> None:
         if scheme in COMPRESSED:
             expected = {"bf16": compress(scheme, place)}
         else:
+            export(OPTIMIZER[scheme], place)
             kinds = {"bf16": torch.bfloat16, "fp32": torch.float32}
-            expected = {
-                name: export(OPTIMIZER[scheme], place, dtype) for name, dtype in kinds.items()
-            }
+            expected = {name: dequantise_export(place, dtype) for name, dtype in kinds.items()}
         digests = {
             dtype: {name: compute_digest(value + 0) for name, value in values.items()}
             for dtype, values in expected.items()
