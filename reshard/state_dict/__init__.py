@@ -4,6 +4,7 @@ Reading, shared by every format whose files hold nested state dicts:
 
     tree               one nested value from all ranks' files, every tensor a list of chunks
     global_tensor      a tensor of known global shape, whose chunks are in the files of ranks
+    device_meshes      the mesh of a DTensor: its axes, and the order of the ranks along them
     sharded_reader     DTensor and ShardedTensor, as ``torch.save`` pickles them
     flat_params        flat parameters of FSDP 1 and FairScale
     sections           which part of the tree is the model, an optimizer, a scheduler ...

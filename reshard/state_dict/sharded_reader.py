@@ -2,7 +2,7 @@
 
 Sources: torch 2.13 ``distributed/_shard/sharded_tensor/api.py`` (``__getstate__``),
 ``distributed/_shard/metadata.py``, ``distributed/tensor/_api.py``, ``_dtensor_spec.py``,
-``placement_types.py``, ``distributed/device_mesh.py`` (``_layout`` since 2.10, ``mesh`` before).
+``placement_types.py``.
 """
 
 from __future__ import annotations
@@ -18,9 +18,10 @@ from reshard.core.box import Box, Index, as_index
 from reshard.core.chunks import Chunk
 from reshard.core.dtypes import DType
 from reshard.core.manifest import Placement
-from reshard.errors import ALTERED, CorruptError, UnsupportedError, shown
+from reshard.errors import ALTERED, CorruptError, UnsupportedError
 from reshard.layouts.partition import Cut, compute_mesh_box
 from reshard.quantised import moments
+from reshard.state_dict.device_meshes import DeviceMesh, read_device_mesh
 from reshard.state_dict.global_tensor import GlobalTensor
 
 _SHARDED_TENSOR = "ShardedTensor"
@@ -51,15 +52,12 @@ def describe_shards(file: TorchFile, call: Call) -> GlobalTensor | None:
         dtype, shape = parse_dtype(call.args[1], file.path), as_index(call.args[2])
         if kind == _DTENSOR:
             spec = call.get("_spec")
-            mesh = spec.get("mesh")
+            mesh = read_device_mesh(spec.get("mesh"))
             cuts = [_parse_placement(file, placement) for placement in spec.get("placements")]
-            sizes = _read_mesh_sizes(mesh)
-            chunks = tuple(_read_dtensor(file, call, shape, dtype, cuts, sizes))
+            chunks = tuple(_read_dtensor(file, call, shape, dtype, cuts, mesh))
             dtype = moments.choose_dtype(chunks, dtype)
-            device = _get_of_mesh(mesh, "device_type")
-            device = device if isinstance(device, str) else ""
-            division = _describe_division(sizes, cuts)
-            return GlobalTensor(dtype, shape, chunks, device, _read_placement(mesh, cuts), division)
+            division = _describe_division(mesh.sizes, cuts)
+            return GlobalTensor(dtype, shape, chunks, mesh.device, _name_cuts(mesh, cuts), division)
         shards = tuple(_read_sharded_tensor(file, call, shape, dtype))
         division = f"in {len(call.state[1].get('shards_metadata'))} shards"
         return GlobalTensor(dtype, shape, shards, division=division)
@@ -108,7 +106,7 @@ def read_saver(call: Call) -> Saver | None:
             mesh = spec.get("mesh")
             rank, world = mesh.get("_rank"), prod(mesh.get("_rank_map").shape)
             cuts = [placement.name.endswith("Shard") for placement in spec.get("placements")]
-            needed = all(cuts) and prod(_read_mesh_sizes(mesh)) == world
+            needed = all(cuts) and prod(read_device_mesh(mesh).sizes) == world
         else:
             return None
     except (IndexError, KeyError, TypeError, ValueError, AttributeError):
@@ -150,28 +148,32 @@ def _read_dtensor(
     shape: Index,
     dtype: DType,
     cuts: Sequence[Cut | None],
-    sizes: Sequence[int],
+    mesh: DeviceMesh,
 ) -> list[Chunk]:
     """Return the chunk of a DTensor that the rank has.
 
     Args:
         cuts: how each axis of the mesh cuts the tensor.
-        sizes: the number of ranks of each axis.
     """
-    spec = call.get("_spec")
-    coordinate = spec.get("mesh").get("_coordinate_on_dim")
+    spec, sizes, coordinate = call.get("_spec"), mesh.sizes, mesh.coordinate
     if coordinate is None:  # this rank is not in the tensor's mesh
         return []
-    if not all(type(at) is int for at in coordinate):
-        raise TypeError(f"{shown(coordinate)} is not a mesh coordinate")
-    if not len(sizes) == len(cuts) == len(coordinate):
-        raise ValueError(f"{len(cuts)} placements at {coordinate} on a mesh of {sizes}")
+    if len(sizes) != len(cuts):
+        raise ValueError(f"{len(cuts)} placements on a mesh of {sizes}")
     if not all(0 <= at < size for at, size in zip(coordinate, sizes, strict=True)):
         raise CorruptError(
             file.path,
             f"contains a DTensor of a rank with coordinates {coordinate} on a mesh of {sizes}",
             ALTERED,
         )
+    for cut, ranks in zip(cuts, mesh.disordered, strict=True):
+        if cut and ranks:
+            raise UnsupportedError(
+                file.path,
+                f"contains a DTensor that an axis with the ranks {ranks} shards: torch shards in"
+                " the order of the mesh in some operations and by ascending ranks in others",
+                "save it with full_tensor(), or on a mesh whose ranks ascend along each axis",
+            )
     box = compute_mesh_box(shape, cuts, sizes, coordinate, _read_shard_order(spec, cuts))
     if box is None:
         raise UnsupportedError(
@@ -183,25 +185,18 @@ def _read_dtensor(
     return [chunk] if box.volume or not prod(shape) else []
 
 
-def _read_placement(mesh: Call, cuts: Sequence[Cut | None]) -> Placement:
+def _name_cuts(mesh: DeviceMesh, cuts: Sequence[Cut | None]) -> Placement:
     """Return the axes of a DTensor's mesh with their cuts; nothing for several unnamed axes."""
-    names = _get_of_mesh(mesh, "mesh_dim_names") or ("",)
-    if len(names) != len(cuts) or not all(isinstance(name, str) for name in names):
+    if len(mesh.names) != len(cuts):
         return ()
     dims = [None if cut is None else cut.dim for cut in cuts]
-    return tuple(zip(names, dims, strict=True))
+    return tuple(zip(mesh.names, dims, strict=True))
 
 
 def _describe_division(sizes: Sequence[int], cuts: Sequence[Cut | None]) -> str:
     """Return the mesh of a DTensor and how it cuts the tensor as text, the same on all ranks."""
     placements = (f"Shard({cut.dim})" if cut else "Replicate()" for cut in cuts)
     return f"over a mesh of {'x'.join(map(str, sizes))} ranks by ({', '.join(placements)})"
-
-
-def _get_of_mesh(mesh: Call, name: str) -> Any:
-    """Return an attribute of a mesh, which torch before 2.10 stores as a public one."""
-    value = mesh.get(f"_{name}")
-    return mesh.get(name) if value is None else value
 
 
 def _parse_placement(file: TorchFile, placement: Call) -> Cut | None:
@@ -225,21 +220,6 @@ def _read_field(placement: Call, name: str, position: int) -> int:
     if value is None:
         value = (placement.items or {}).get(name)
     return int(placement.args[position] if value is None else value)
-
-
-def _read_mesh_sizes(mesh: Call) -> Sequence[int]:
-    layout = mesh.get("_layout")
-    if layout is None:
-        return as_index(mesh.get("mesh").shape)
-    axes = layout.get("axes")
-    if axes is None:
-        return as_index(map(_count_ranks, layout.get("shape")))
-    return as_index(_count_ranks(axis.get("shape")) for axis in axes)
-
-
-def _count_ranks(extent: Any) -> int:
-    """Return the size of a mesh axis, which may be several axes merged."""
-    return prod(as_index(extent)) if isinstance(extent, (tuple, list)) else extent
 
 
 def _read_shard_order(

@@ -8,7 +8,6 @@ import os
 import random
 import sys
 import textwrap
-from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import accumulate, chain
 from pathlib import Path
@@ -22,6 +21,7 @@ from reshard.errors import UnsupportedError, UsageError
 from reshard.layouts.flat_param import get_alignment, place_members
 from reshard.layouts.partition import compute_equal_piece
 from reshard.model import Unit, describe, shapes_of
+from tests.support.process_groups import ranks
 from tests.support.programs import run_python
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # FSDP1 is deprecated, and says so in many ways
@@ -31,18 +31,6 @@ BF16 = torch.bfloat16
 
 
 # Real FSDP1, one rank of a process group that moves nothing
-
-
-@contextmanager
-def ranks(count, rank=0):
-    from torch import distributed
-    from torch.testing._internal.distributed.fake_pg import FakeStore
-
-    distributed.init_process_group("fake", rank=rank, world_size=count, store=FakeStore())
-    try:
-        yield
-    finally:
-        distributed.destroy_process_group()
 
 
 @dataclass(frozen=True)
