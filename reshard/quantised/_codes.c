@@ -95,43 +95,41 @@ VECTORIZED static void decode_int4_row(const uint8_t *codes, const char *zeros, 
     }
 }
 
-/* How the finite values of a code are stored: exponent bias, mantissa bits, largest magnitude. */
-typedef struct {
-    const char *name;
-    int32_t bias, mantissa, largest, sign;
-} Format;
-
-static const Format FORMATS[] = {
-    {"float8_e4m3fn", 7, 3, 0x7E, 0x80}, {"float8_e5m2", 15, 2, 0x7B, 0x80}, {"e2m1", 1, 1, 7, 8}};
-enum { E2M1 = 2 };
-
+/* Encode to codes with these numbers of mantissa bits, exponent bias, largest magnitude and bits before the sign;
+   what is larger than the largest code, and NaN, becomes it. */
 INLINED void encode_values(const char *values, Py_ssize_t itemsize, const char *scales, uint8_t *codes,
-                           Py_ssize_t columns, const Format *format) {
-    int32_t shift = 23 - format->mantissa, half = (1 << (shift - 1)) - 1;
-    int32_t rebias = (127 - format->bias) << 23, smallest = rebias + (1 << 23);
-    int32_t largest = format->largest, sign = format->sign;
+                           Py_ssize_t columns, int32_t mantissa, int32_t bias, int32_t largest, int sign) {
+    int32_t shift = 23 - mantissa, half = (1 << (shift - 1)) - 1;
+    int32_t rebias = (127 - bias) << 23, smallest = rebias + (1 << 23), most = rebias + (largest << shift);
     /* Its unit in the last place is the smallest subnormal code, so a sum with it rounds to that. */
-    int32_t magic = (127 + 24 - format->bias - format->mantissa) << 23;
+    int32_t magic = (127 + 24 - bias - mantissa) << 23;
     for (Py_ssize_t i = 0; i < columns; i++) {
         uint32_t bits = bits_of(float_of(load_value(values, itemsize, i)) / float_of(load(scales, i)));
-        int32_t magnitude = magnitude_of(bits);
-        int32_t capped = magnitude < 0x7F000000 ? magnitude : 0x7F000000;
-        int32_t normal = (capped - rebias + half + (capped >> shift & 1)) >> shift;
+        int32_t magnitude = magnitude_of(bits), capped = magnitude < most ? magnitude : most;
+        int32_t normal = (capped + (half - rebias) + (capped >> shift & 1)) >> shift;
         int32_t subnormal = (int32_t)bits_of(float_of(capped) + float_of(magic)) - magic;
-        int32_t made = capped < smallest ? subnormal : normal;
-        made = made < largest ? made : largest;
-        codes[i] = made | (bits >> 31) * sign;
+        codes[i] = (capped < smallest ? subnormal : normal) | bits >> 31 << sign;
     }
 }
 
-/* Round value / scale to nearest even; what is larger than the largest code, and NaN, becomes it. */
-VECTORIZED static void encode_row(const char *values, Py_ssize_t itemsize, const char *scales, uint8_t *codes,
-                                  Py_ssize_t columns, const Format *format) {
-    if (itemsize == 2)
-        encode_values(values, 2, scales, codes, columns, format);
-    else
-        encode_values(values, 4, scales, codes, columns, format);
-}
+/* Round value / scale to nearest even. */
+#define ENCODE_ROW(name, mantissa, bias, largest, sign)                                                             \
+    VECTORIZED static void name(const char *values, Py_ssize_t itemsize, const char *scales, uint8_t *codes,       \
+                                Py_ssize_t columns) {                                                              \
+        if (itemsize == 2)                                                                                         \
+            encode_values(values, 2, scales, codes, columns, mantissa, bias, largest, sign);                       \
+        else                                                                                                       \
+            encode_values(values, 4, scales, codes, columns, mantissa, bias, largest, sign);                       \
+    }
+
+ENCODE_ROW(encode_e4m3_row, 3, 7, 0x7E, 7)
+ENCODE_ROW(encode_e5m2_row, 2, 15, 0x7B, 7)
+ENCODE_ROW(encode_e2m1_row, 1, 1, 7, 3)
+
+static const struct {
+    const char *name;
+    void (*encode)(const char *values, Py_ssize_t itemsize, const char *scales, uint8_t *codes, Py_ssize_t columns);
+} FORMATS[] = {{"float8_e4m3fn", encode_e4m3_row}, {"float8_e5m2", encode_e5m2_row}, {"e2m1", encode_e2m1_row}};
 
 /* The bits as float32 of a scale that is stored as an exponent of two; the smallest is subnormal. */
 static inline uint32_t bits_of_power(uint8_t exponent) { return exponent ? (uint32_t)exponent << 23 : 1 << 22; }
@@ -457,8 +455,8 @@ static PyObject *encode(PyObject *module, PyObject *args) {
     if (is_right) {
         Py_BEGIN_ALLOW_THREADS
         for (Part part = {0}; take_part(&part, codes.len, columns, high);) {
-            encode_row((char *)values.buf + itemsize * part.at, itemsize, (char *)scales.buf + part.line * 4,
-                       (uint8_t *)codes.buf + part.at, part.count, &FORMATS[number]);
+            FORMATS[number].encode((char *)values.buf + itemsize * part.at, itemsize,
+                                   (char *)scales.buf + part.line * 4, (uint8_t *)codes.buf + part.at, part.count);
         }
         Py_END_ALLOW_THREADS
     }
@@ -494,8 +492,8 @@ static PyObject *encode_pairs(PyObject *module, PyObject *args) {
                 continue;
             }
             decode_powers(exponent, scales, part.count);
-            encode_row(value, itemsize, scales, packed, part.count, &FORMATS[E2M1]);
-            encode_row(next, itemsize, scales, upper, part.count, &FORMATS[E2M1]);
+            encode_e2m1_row(value, itemsize, scales, packed, part.count);
+            encode_e2m1_row(next, itemsize, scales, upper, part.count);
             for (Py_ssize_t i = 0; i < part.count; i++) packed[i] |= upper[i] << 4;
         }
         Py_END_ALLOW_THREADS
