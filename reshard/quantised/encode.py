@@ -121,16 +121,27 @@ def choose_scales(values: Array, amax: Array, weight: Scaled) -> Array:
     return _find_exact(values, weight, ratio) if dtype == FLOAT32 else _round(ratio, dtype)
 
 
-def encode(values: Array, stored_scales: Array, weight: Scaled) -> Array:
-    """Return the codes of values as bytes."""
+def encode(values: Array, stored_scales: Array, weight: Scaled, out: Array) -> None:
+    """Write the codes of values as bytes.
+
+    Args:
+        values: rows of blocks.
+        stored_scales: the scale of each block, as it is stored.
+        weight: where codes and scales are stored, and how.
+        out: a matrix of bytes. If two codes share a byte, it has half as many columns as the
+            values, or half as many rows if the codes are transposed.
+    """
     high = weight.value_block[0]
     if weight.packed and weight.transposed:
         powers, magnitudes = decode_table(E8M0.name), _list_magnitudes(E2M1)
-        return loops.encode_pairs(values, stored_scales, powers, high, magnitudes)
+        loops.encode_pairs(values, stored_scales, powers, high, magnitudes, out)
+        return
     scales = decode_stored(stored_scales, weight.scales.dtype)
     lines = _spread(np.where(scales == 0, np.float32(1), scales), weight, values.shape[1])
-    codes = _encode(values, lines, high, weight)
-    return codes[:, ::2] | codes[:, 1::2] << 4 if weight.packed else codes
+    codes = np.empty(values.shape, np.uint8) if weight.packed else out
+    _encode(values, lines, high, weight, codes)
+    if weight.packed:
+        np.bitwise_or(codes[:, ::2], codes[:, 1::2] << 4, out=out)
 
 
 def _spread(scales: Array, weight: Scaled, columns: int) -> Array:
@@ -151,8 +162,8 @@ def _reduce_columns(function: np.ufunc, lines: Array, wide: int) -> Array:
     return reduced
 
 
-def _encode(values: Array, lines: Array, high: int, weight: Scaled) -> Array:
-    return loops.encode(values, lines, high, _list_magnitudes(weight.code), weight.code)
+def _encode(values: Array, lines: Array, high: int, weight: Scaled, out: Array) -> None:
+    loops.encode(values, lines, high, _list_magnitudes(weight.code), weight.code, out)
 
 
 def _list_magnitudes(code: str) -> Array:
@@ -198,7 +209,8 @@ def _give_values(rows: Array, scales: Array, weight: Scaled) -> Array:
     high, columns, wide = *rows.shape[1:], weight.value_block[1]
     repeated = np.tile(rows.reshape(-1, columns), (len(scales), 1))
     lines = _spread(scales.reshape(-1, scales.shape[-1]), weight, columns)
-    codes = _encode(repeated, lines, high, weight)
+    codes = np.empty(repeated.shape, np.uint8)
+    _encode(repeated, lines, high, weight, codes)
     table = decode_table(weight.code)
     compared = loops.compare_codes(repeated, codes, table, lines, high, weight.code)
     bits = _reduce_columns(np.bitwise_and, compared, wide)

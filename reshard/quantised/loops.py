@@ -71,8 +71,10 @@ def unpack(pairs: Array) -> Array:
     return codes
 
 
-def encode(values: Array, lines: Array, high: int, magnitudes: Array, dtype: str) -> Array:
-    """Return the nearest codes of values divided by scales, ties to even; NaN as the largest.
+def encode(
+    values: Array, lines: Array, high: int, magnitudes: Array, dtype: str, out: Array
+) -> None:
+    """Write the nearest codes of values divided by scales, ties to even; NaN as the largest.
 
     Args:
         values: a matrix.
@@ -80,24 +82,21 @@ def encode(values: Array, lines: Array, high: int, magnitudes: Array, dtype: str
         high: the rows that share a line.
         magnitudes: the finite values of the codes without a sign, in their order.
         dtype: the name of the codes' dtype; "e2m1" for those of 4 bits.
+        out: a matrix of bytes of the same shape.
     """
-    if _compiled is not None:
-        codes = np.empty(values.shape, np.uint8)
-        if values.size:
-            columns = values.shape[1]
-            _compiled.encode(values, values.itemsize, lines, codes, columns, high, dtype)
-        return codes
+    if _compiled is not None and values.size:
+        _compiled.encode(values, values.itemsize, lines, out, values.shape[1], high, dtype)
+        return
     with np.errstate(under="ignore", over="ignore", invalid="ignore"):
         scaled = widen(values) / _repeat(lines, high, len(values))
     table = _build_encode_table(tuple(magnitudes.tolist()))
-    taken: Array = table.take(_round_to_odd(scaled), mode="clip")
-    return taken
+    table.take(_round_to_odd(scaled), mode="clip", out=out)
 
 
 def encode_pairs(
-    values: Array, exponents: Array, powers: Array, high: int, magnitudes: Array
-) -> Array:
-    """Return the codes of `encode` to "e2m1", two in each byte: those of a row and of the next one.
+    values: Array, exponents: Array, powers: Array, high: int, magnitudes: Array, out: Array
+) -> None:
+    """Write the codes of `encode` to "e2m1", two in each byte: those of a row and of the next one.
 
     Args:
         values: a matrix with an even number of rows.
@@ -105,15 +104,14 @@ def encode_pairs(
         powers: the scale that each byte stands for, in float32.
         high: the rows that share a line; an even number.
         magnitudes: as for `encode`.
+        out: a matrix of bytes with half as many rows.
     """
     if _compiled is not None and values.size:
-        rows, columns = values.shape
-        packed = np.empty((rows // 2, columns), np.uint8)
-        _compiled.encode_pairs(values, values.itemsize, exponents, packed, columns, high)
-        return packed
-    codes = encode(values, powers[exponents], high, magnitudes, "e2m1")
-    pairs: Array = codes[::2] | codes[1::2] << 4
-    return pairs
+        _compiled.encode_pairs(values, values.itemsize, exponents, out, values.shape[1], high)
+        return
+    codes = np.empty(values.shape, np.uint8)
+    encode(values, powers[exponents], high, magnitudes, "e2m1", codes)
+    np.bitwise_or(codes[::2], codes[1::2] << 4, out=out)
 
 
 def find_largest(values: Array, high: int) -> Array:

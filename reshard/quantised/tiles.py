@@ -35,7 +35,7 @@ _TILE = 1 << 20  # values
 # values are then contiguous in their file.
 _TRANSPOSED_TILE = 20 << 20
 _BAND_NBYTES = 2 << 20  # of values that are computed at a time, so that they stay in the cache
-_CODE_BYTES = 4  # for each byte of codes in a tile: computed, the release's, a mask, scales
+_CODE_BYTES = 4  # for each byte of codes in a tile: part of it, the release's, a mask, scales
 _KEPT_BYTES = 112 << 20  # both weights of a layer of GPT-OSS 120B need 107 MiB
 _BAND_BYTES = 16  # for each byte of a band: values, those of the release, and what is computed
 
@@ -176,44 +176,53 @@ class Matrix:
         origin[dim], extents[dim] = self.number % cuts * rows + first, count
         return Box(tuple(origin), tuple(extents))
 
-    def compute(self, part: BlockPart, first: int, reader: TileReader) -> Array:
-        """Return the codes or scales of the tile from a stored row on, as they are stored.
+    def compute(self, part: BlockPart, first: int, reader: TileReader, into: memoryview) -> None:
+        """Fill ``into`` with the codes or scales of the tile from a stored row on.
 
         Raises:
             CorruptError: a value is infinite or not a number.
         """
+        import numpy as np
+
         weight, key = self.pair.weight, (self.values.fqn, self.number, first)
         count = min(self.tile_rows, weight.rows - first)
         kept = self.kept.take(key)
         if kept is not None and kept[1].all():
-            return self._read_stored(part, first, count, reader)
+            entry = self.find_stored(part)
+            reader.read(entry, self.find_box(part, first, count), entry.dtype, into)
+            return
         if kept is not None and part == "scales":
-            return kept[0]
+            into[:] = kept[0].data.cast("B")
+            return
         if weight.transposed:
             kept = None  # it has a line for each stored row, and tiles are computed by columns
-        codes, scales, is_same = self._compute_tile(part, first, count, kept, reader)
+        codes = None
+        if part == "codes":
+            codes = np.frombuffer(into, np.uint8).reshape(count, weight.row_nbytes)
+        scales, is_same = self._compute_tile(codes, first, count, kept, reader)
         if kept is None:
-            scales = self._replace(scales, is_same, "scales", first, count, reader)
+            self._replace(scales, is_same, "scales", first, count, reader)
             self.kept.put(key, scales, is_same)
-        if part == "scales":
-            return scales
-        return self._replace(codes, is_same, part, first, count, reader)
+        if codes is None:
+            into[:] = scales.data.cast("B")
+        else:
+            self._replace(codes, is_same, "codes", first, count, reader)
 
     def _compute_tile(
         self,
-        part: BlockPart,
+        codes: Array | None,
         first: int,
         count: int,
         kept: tuple[Array, Array] | None,
         reader: TileReader,
-    ) -> tuple[Array, Array, Array]:
-        """Return codes and scales of a tile, and which blocks have the release's values.
+    ) -> tuple[Array, Array]:
+        """Return the scales of a tile, and which blocks have the release's values; write its codes.
 
-        They are computed and not those of the release, and have a line for each stored row or row
-        of blocks. What is not needed is undefined: codes and scales where all blocks of a band have
-        the release's values, and codes where only the scales are asked for.
+        Codes and scales are computed, not those of the release, and have a line for each stored row
+        or row of blocks. They are undefined where all blocks of a band have the release's values.
 
         Args:
+            codes: where to write the codes, or None if they are not needed.
             kept: the scales and which blocks have the release's values, if they are known.
         """
         import numpy as np
@@ -223,8 +232,6 @@ class Matrix:
         weight, tile = self.pair.weight, self.find_box("values", first, count)
         (high, wide), (rows, columns) = weight.value_block, tile.shape[-2:]
         grid = -(-rows // high), -(-columns // wide)
-        shape = count, weight.row_nbytes
-        codes = reader.keep("made", shape, lambda: np.empty(shape, np.uint8))
         scales = np.zeros(grid, f"<u{self.pair.scales.dtype.itemsize}")
         is_same = np.zeros(grid, np.bool_)
         if kept is not None:
@@ -240,16 +247,17 @@ class Matrix:
                 if is_same[lines].all():
                     continue
                 scales[lines] = self._choose_scales(values, is_same[lines]).view(scales.dtype)
-            if part == "codes" and weight.transposed:
+            if codes is not None and weight.transposed:
                 # These codes are in the cache. A byte has those of two rows.
-                made = encode.encode(values, scales[lines], weight)
+                made = np.empty((len(values) // 2, columns), np.uint8)
+                encode.encode(values, scales[lines], weight, made)
                 loops.transpose_into(codes, start // 2, made)
-            elif part == "codes":
-                codes[start:stop] = encode.encode(values, scales[lines], weight)
+            elif codes is not None:
+                encode.encode(values, scales[lines], weight, codes[start:stop])
         if weight.transposed:
             scales = loops.transpose(scales)
             is_same = loops.transpose(is_same.view(np.uint8)).view(np.bool_)
-        return codes, scales, is_same
+        return scales, is_same
 
     def _choose_scales(self, values: Array, is_same: Array) -> Array:
         """Return the scales of rows of blocks, as they are stored."""
@@ -274,18 +282,18 @@ class Matrix:
         first: int,
         count: int,
         reader: TileReader,
-    ) -> Array:
-        """Return codes or scales with those of the release in blocks that have its values."""
+    ) -> None:
+        """Write the codes or scales of the release over those of blocks that have its values."""
         import numpy as np
 
         if not is_same.any():
-            return computed
+            return
         stored = self._read_stored(part, first, count, reader)
         if is_same.all():
-            return stored
+            computed[...] = stored
+            return
         where = self._expand(is_same, count) if part == "codes" else is_same
         np.copyto(computed, stored, where=where)
-        return computed
 
     def _read_values(self, reader: TileReader, entry: Entry, dtype: DType, box: Box) -> Array:
         """Return a box of a weight as a matrix of float32, or of the bits of bfloat16."""
@@ -521,17 +529,13 @@ class Computed:
         """Fill ``target`` with the bytes from an offset on."""
         find_reader(pool).read_tiles(self, byte_offset, target)
 
-    def compute(self, number: int, reader: TileReader) -> memoryview:
-        """Return the bytes of a tile.
+    def compute(self, number: int, reader: TileReader, into: memoryview) -> None:
+        """Fill ``into`` with the bytes of a tile.
 
         Raises:
             CorruptError: a value is infinite or not a number.
         """
-        import numpy as np
-
-        matrix = self.matrix
-        array = matrix.compute(self.part, number * matrix.tile_rows, reader)
-        return np.ascontiguousarray(array).reshape(-1).view(np.uint8).data
+        self.matrix.compute(self.part, number * self.matrix.tile_rows, reader, into)
 
     def _count_bytes(self, rows: int) -> int:
         itemsize = self.matrix.find_stored(self.part).dtype.itemsize

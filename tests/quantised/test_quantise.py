@@ -231,13 +231,13 @@ def test_scales_come_after_codes_so_that_values_are_read_once(tmp_path, monkeypa
     computed = []
     original = Matrix._compute_tile
 
-    def noted(self, part, *rest):
-        computed.append((self.values.fqn, part))
-        return original(self, part, *rest)
+    def noted(self, codes, *rest):
+        computed.append((self.values.fqn, codes is not None))
+        return original(self, codes, *rest)
 
     monkeypatch.setattr(Matrix, "_compute_tile", noted)
     reshard.merge(tmp_path / "run.safetensors", tmp_path / "o", quantise_like=source, workers=1)
-    assert sorted(computed) == [(f"{name}.weight", "codes") for name in "abc"]
+    assert sorted(computed) == [(f"{name}.weight", True) for name in "abc"]
 
 
 def test_scales_follow_codes_before_their_memory_is_needed(tmp_path, monkeypatch):
@@ -254,14 +254,14 @@ def test_scales_follow_codes_before_their_memory_is_needed(tmp_path, monkeypatch
     computed = []
     original = Matrix._compute_tile
 
-    def noted(self, part, *rest):
-        computed.append(part)
-        return original(self, part, *rest)
+    def noted(self, codes, *rest):
+        computed.append(codes is not None)
+        return original(self, codes, *rest)
 
     monkeypatch.setattr(Matrix, "_compute_tile", noted)
     monkeypatch.setattr(tiles, "_KEPT_BYTES", 4 * (64 * 4 + 64 * 4 // 8))
     reshard.merge(tmp_path / "run.safetensors", tmp_path / "o", quantise_like=source, workers=1)
-    assert computed == ["codes"] * 12
+    assert computed == [True] * 12
 
 
 @pytest.mark.parametrize("method", ["fp8", "mxfp4"])
@@ -301,10 +301,10 @@ def test_windows_of_an_expert_read_its_values_once(tmp_path, monkeypatch):
     computed = []
     original = Matrix._compute_tile
 
-    def counted(self, part, first, *rest):
-        if part == "codes":  # a worker can need scales before another one has computed the codes
+    def counted(self, codes, first, *rest):
+        if codes is not None:  # a worker can need scales before another one has computed the codes
             computed.append((self.number, first))
-        return original(self, part, first, *rest)
+        return original(self, codes, first, *rest)
 
     monkeypatch.setattr(Matrix, "_compute_tile", counted)
     options = {"workers": 3, "max_memory_bytes": 768 << 10}  # 128 KiB a window, 175 an expert

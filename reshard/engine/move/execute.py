@@ -8,7 +8,7 @@ depend on the number of workers. Checksums stored in the source files are compar
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -21,12 +21,15 @@ from reshard.engine.move.records import check_record, compute_record_crc
 from reshard.engine.move.share import Batch, Share, interleave_files, merge_across_ranks
 from reshard.engine.move.spans import Spans
 from reshard.engine.output.files import BLOCK_BYTES, FileWriter, OutputFiles
-from reshard.engine.planning.copies import Window
+from reshard.engine.planning.copies import Copy, Window
 from reshard.engine.planning.planner import Plan
 from reshard.system.checksum import crc32
+from reshard.system.derived import Derived
 from reshard.system.files import SourceFiles
 from reshard.system.ranks.team import select_share
 from reshard.system.threads import parallel_for
+
+_LARGEST_BLOCK = 2 * BLOCK_BYTES  # for a computed tile, which would otherwise be copied
 
 
 def execute(
@@ -207,6 +210,7 @@ class _Worker:
         self._checksums = checksums
         # The block must hold one element, or `_stream` would never end.
         self._block = memoryview(bytearray(max(min(BLOCK_BYTES, read_bytes), WIDEST)))
+        self._largest_block = min(_LARGEST_BLOCK, read_bytes)
         self._window = bytearray()
 
     def __call__(self, batch: Batch) -> None:
@@ -239,11 +243,15 @@ class _Worker:
 
     def _stream(self, window: Window) -> None:
         """Copy consecutive runs through one block and write each full block."""
+        tiles = [_count_tile(copy) for copy in window.copies]
+        self._enlarge_block(window, tiles)
         block, used, offset = self._block, 0, window.byte_offset
-        for copy in window.copies:
+        for copy, tile in zip(window.copies, tiles, strict=True):
             size, numel, done = copy.target_dtype.itemsize, copy.numel, 0
             while done < numel:
-                count = min((len(block) - used) // size, numel - done)
+                first = copy.byte_offset // copy.dtype.itemsize + done
+                count = _fit_tiles(first, (len(block) - used) // size, tile, is_empty=not used)
+                count = min(count, numel - done)
                 if not count:
                     self._write(window.file, offset, block[:used])
                     used, offset = 0, offset + used
@@ -252,6 +260,16 @@ class _Worker:
                 used, done = used + count * size, done + count
         if used:
             self._write(window.file, offset, block[:used])
+
+    def _enlarge_block(self, window: Window, tiles: Sequence[int]) -> None:
+        """Make room for the largest tile of a window that fits in the largest block."""
+        sizes = (
+            tile * copy.target_dtype.itemsize
+            for copy, tile in zip(window.copies, tiles, strict=True)
+        )
+        largest = max((size for size in sizes if size <= self._largest_block), default=0)
+        if largest > len(self._block):
+            self._block = memoryview(bytearray(largest))
 
     def _interleave(self, window: Window) -> None:
         """Assemble copies with interleaved bytes in memory, then write the whole window."""
@@ -294,3 +312,27 @@ def check_records(
         lambda: lambda item: check_record(pool, *item, reads),
         options.workers,
     )
+
+
+def _count_tile(copy: Copy) -> int:
+    """Return the number of elements that are computed together; 1 if a file stores them."""
+    if not isinstance(copy.file, Derived):
+        return 1
+    return max(copy.file.computation.tile_nbytes // copy.dtype.itemsize, 1)
+
+
+def _fit_tiles(first: int, room: int, tile: int, *, is_empty: bool) -> int:
+    """Return how many elements to read at once, so that no tile is read in parts if it fits.
+
+    >>> [_fit_tiles(8, room, 5, is_empty=False) for room in (1, 2, 6, 7, 12)]
+    [0, 2, 2, 7, 12]
+
+    Args:
+        first: the first element of the computed ones.
+        room: the elements for which the block has room.
+        tile: the elements of a tile.
+        is_empty: whether the block is empty; then, part of a tile is better than nothing.
+    """
+    ahead = -first % tile
+    count = room - (room - ahead) % tile if room >= ahead else 0
+    return room if is_empty and not count else count

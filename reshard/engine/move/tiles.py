@@ -28,11 +28,15 @@ class Tiled(Protocol):
     """
 
     @property
+    def nbytes(self) -> int:
+        """The size of all tiles in bytes."""
+
+    @property
     def tile_nbytes(self) -> int:
         """The size of a tile in bytes; the last one may be smaller."""
 
-    def compute(self, number: int, reader: TileReader) -> memoryview:
-        """Return the bytes of a tile, valid until the next call."""
+    def compute(self, number: int, reader: TileReader, into: memoryview) -> None:
+        """Fill ``into`` with the bytes of a tile."""
 
 
 class TileReader:
@@ -48,7 +52,7 @@ class TileReader:
         self._filler = Filler(files, needs_checksum=lambda _file: False)
         self._kept: dict[str, tuple[object, Any]] = {}
         self._planners: deque[tuple[Entry, CopyPlanner]] = deque(maxlen=_PLANNERS)
-        self._last: tuple[Tiled, int, memoryview] | None = None
+        self._last: tuple[Tiled, int] | None = None
 
     def read(self, entry: Entry, box: Box, dtype: DType, into: memoryview) -> None:
         """Fill ``into`` with a box of a tensor, row-major, in ``dtype``.
@@ -107,19 +111,26 @@ class TileReader:
         done = 0
         while done < len(into):
             number, skipped = divmod(offset + done, tiled.tile_nbytes)
-            part = self._get_tile(tiled, number)[skipped:][: len(into) - done]
+            size = min(tiled.tile_nbytes, tiled.nbytes - number * tiled.tile_nbytes)
+            part = into[done : done + size - skipped]
             if not part:  # the check of the manifest's bounds makes this impossible
                 raise AssertionError(f"{tiled} has no byte {offset + done}")
-            into[done : done + len(part)] = part
+            if len(part) == size:
+                tiled.compute(number, self, part)
+            else:
+                part[:] = self._get_tile(tiled, number, size)[skipped:][: len(part)]
             done += len(part)
 
-    def _get_tile(self, tiled: Tiled, number: int) -> memoryview:
+    def _get_tile(self, tiled: Tiled, number: int, size: int) -> memoryview:
+        """Return a tile, which is kept: the next read may begin where this one ends in it."""
+        tile = memoryview(self.keep("tile", size, lambda: bytearray(size)))
         if self._last is None or self._last[0] is not tiled or self._last[1] != number:
-            # The next tile overwrites the memory of the last one,
-            # which counts no longer if this one fails.
-            self._last = None
-            self._last = tiled, number, tiled.compute(number, self)
-        return self._last[2]
+            self._last = (
+                None  # the memory of the last tile counts no longer, also if this one fails
+            )
+            tiled.compute(number, self, tile)
+            self._last = tiled, number
+        return tile
 
 
 def find_reader(pool: Reader) -> TileReader:

@@ -19,7 +19,7 @@ from reshard.core.manifest import Entry
 from reshard.engine.move.tiles import TileReader, find_reader
 from reshard.errors import CorruptError
 from reshard.system.derived import Derived, Reader, list_files
-from reshard.tensors.averages.sums import average
+from reshard.tensors.averages.sums import add
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -65,8 +65,8 @@ class Product:
         """The memory that a thread needs for the factors and for tiles, in bytes."""
         read = (self.a, self.b, self.magnitude, self.singular)
         factors = 2 * sum(entry.numel for entry in read if entry)  # as stored, and scaled
-        # Two tiles, and sums and terms in float64 where numpy adds them.
-        return _SIZE * (factors + 6 * _TILE)
+        # The base, the product, a tile that is read in parts, and a sum where numpy adds.
+        return _SIZE * (factors + 4 * _TILE)
 
 
 def add_product(base: Entry, product: Product) -> Entry:
@@ -148,33 +148,53 @@ class MergedWeight:
         """
         find_reader(pool).read_tiles(self, byte_offset, target)
 
-    def compute(self, number: int, reader: TileReader) -> memoryview:
-        """Return some rows of the merged weight.
+    def read_rounded(self, pool: Reader, byte_offset: int, target: memoryview) -> int | None:
+        """Fill ``target`` with the values in bfloat16; see `derived.Rounding`.
+
+        Raises:
+            CorruptError, ReshardError: as in `read_into`.
+        """
+        first, skipped = divmod(byte_offset, self.tile_nbytes)
+        size = self.tile_nbytes // _SIZE * BFLOAT16.itemsize
+        ends = len(target) % size == 0 or byte_offset + 2 * len(target) == self.nbytes
+        if skipped or not ends or self.product.magnitude is not None:
+            return None  # part of a tile is computed once, for this read and the next
+        reader, overflowed = find_reader(pool), 0
+        for start in range(0, len(target), size):
+            part = target[start : start + size]
+            overflowed += self._compute(first + start // size, reader, part, BFLOAT16)
+        return overflowed
+
+    def compute(self, number: int, reader: TileReader, into: memoryview) -> None:
+        """Fill ``into`` with some rows of the merged weight.
 
         Raises:
             CorruptError: a value of the result is infinite or not a number.
         """
+        self._compute(number, reader, into, FLOAT32)
+
+    def _compute(self, number: int, reader: TileReader, into: memoryview, dtype: DType) -> int:
+        """Fill ``into`` with a tile in a dtype; return how many finite values became infinite."""
         import numpy as np
 
         product, first = self.product, number * self.tile_rows
         shape = min(self.tile_rows, self.shape[0] - first), self.columns
-        # The terms of the sum lie one behind the other, as `average` takes them.
         terms = reader.keep("terms", shape, lambda: np.empty((2, *shape), "<f4"))
-        tile, work = terms
-        rows = slice(first, first + len(tile))
-        self._read_base(reader, first, tile)
+        rows = slice(first, first + shape[0])
+        self._read_base(reader, first, terms[0])
         left, right = reader.keep("factors", self, lambda: self._load(reader))
-        is_finite = add_matrix_product(terms, self.dtype, left[rows], right)
+        overflowed = add_matrix_product(terms, self.dtype, left[rows], right, into, dtype)
         if product.magnitude is not None:
-            set_row_lengths(tile, _read(reader, product.magnitude).reshape(-1)[rows], work)
-            is_finite = bool(np.isfinite(tile).all())
-        if not is_finite:
+            tile = np.frombuffer(into, "<f4").reshape(shape)
+            set_row_lengths(tile, _read(reader, product.magnitude).reshape(-1)[rows], terms[1])
+            overflowed = 0 if np.isfinite(tile).all() else None
+        if overflowed is None:
             raise CorruptError(
                 product.layer,
                 f"{self.base.fqn!r} has infinite values or NaN after the adapter is added",
                 "the adapter has diverged or is damaged: use an earlier checkpoint of it",
             )
-        return tile.data.cast("B")
+        return overflowed
 
     def _read_base(self, reader: TileReader, first: int, tile: Array) -> None:
         """Read rows of the base into the end of a tile."""
@@ -222,24 +242,32 @@ def _read(reader: TileReader, entry: Entry, first: int = 0, rows: int | None = N
     return values
 
 
-def add_matrix_product(terms: Array, dtype: DType, left: Array, right: Array) -> bool:
-    """Add ``left @ right`` to a matrix of fp32; return whether all values are finite.
+def add_matrix_product(
+    terms: Array, dtype: DType, left: Array, right: Array, into: memoryview, sum_dtype: DType
+) -> int | None:
+    """Write the sum of a matrix and ``left @ right``, in float32 and then rounded.
 
     Args:
-        terms: the matrix, and memory of the same size for the product.
-        dtype: the dtype in which the values of the matrix are at the end of its memory.
+        terms: float32 memory for the matrix, whose values are at its end, and for the product.
+        dtype: the dtype of the values of the matrix.
         left: the left factor.
         right: the right factor.
+        into: the bytes to write.
+        sum_dtype: the dtype to write, float32 or bfloat16.
+
+    Returns:
+        How many finite sums became infinite when they were rounded; None if a sum is not finite.
     """
-    (target, work), is_finite = terms, False
-    values, nbytes = terms.data.cast("B"), target.nbytes
-    for start in range(0, left.shape[1], _DEPTH):
+    (base, work), overflowed = terms, None
+    memory, depth = base.data.cast("B"), left.shape[1]
+    for start in range(0, depth, _DEPTH):
         _multiply(left[:, start : start + _DEPTH], right[start : start + _DEPTH], work)
-        rows = values[nbytes - target.size * dtype.itemsize :]
-        # The sum of two float32 values in float64, rounded to float32, is their sum in float32.
-        is_finite = average(rows, (dtype, FLOAT32), (1.0, 1.0), 1.0, FLOAT32, values[:nbytes])
+        values = memory[base.nbytes - base.size * dtype.itemsize :]
+        is_last = start + _DEPTH >= depth
+        sums, made = (into, sum_dtype) if is_last else (memory, FLOAT32)
+        overflowed = add(values, dtype, work.data.cast("B"), sums, made)
         dtype = FLOAT32
-    return is_finite
+    return overflowed
 
 
 def _multiply(left: Array, right: Array, into: Array) -> None:

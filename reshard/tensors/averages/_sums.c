@@ -1,4 +1,5 @@
-/* Weighted sums, in float64, of float32, float16 and bfloat16 values, and their means in float32.
+/* Weighted sums, in float64, of float32, float16 and bfloat16 values, and their means in float32; sums of two
+   rows in float32.
 
    `reshard.tensors.averages.sums` computes the same bits with numpy where this module was not compiled. The
    compiler may not contract a product and a sum to one operation, which would round only once; it is
@@ -36,6 +37,15 @@ static inline double load_double(const char *base, Py_ssize_t index) {
             double sum = load_double(sums, i) + load_##dtype(row, i) * factor;                                     \
             memcpy(sums + 8 * i, &sum, 8);                                                                         \
         }                                                                                                          \
+    }                                                                                                              \
+    VECTORIZED static void add_terms_to_##dtype(const char *row, const char *terms, char *sums,                    \
+                                                Py_ssize_t count) {                                                \
+        for (Py_ssize_t i = 0; i < count; i++) {                                                                   \
+            float term, sum;                                                                                       \
+            memcpy(&term, terms + 4 * i, 4);                                                                       \
+            sum = (float)load_##dtype(row, i) + term;                                                              \
+            memcpy(sums + 4 * i, &sum, 4);                                                                         \
+        }                                                                                                          \
     }
 
 /* clang-format off */
@@ -45,15 +55,17 @@ ROW_LOOPS(bfloat16, uint16_t, from_bfloat16)
 /* clang-format on */
 
 typedef void RowLoop(const char *row, char *sums, Py_ssize_t count, double factor);
+typedef void TermLoop(const char *row, const char *terms, char *sums, Py_ssize_t count);
 
 static const struct {
     char letter;
     int size;
     RowLoop *begin, *add;
+    TermLoop *add_terms;
 } DTYPES[] = {
-    {'f', 4, begin_with_float32, add_float32},
-    {'e', 2, begin_with_float16, add_float16},
-    {'b', 2, begin_with_bfloat16, add_bfloat16},
+    {'f', 4, begin_with_float32, add_float32, add_terms_to_float32},
+    {'e', 2, begin_with_float16, add_float16, add_terms_to_float16},
+    {'b', 2, begin_with_bfloat16, add_bfloat16, add_terms_to_bfloat16},
 };
 
 /* Return whether all means are finite. */
@@ -147,8 +159,58 @@ static PyObject *average(PyObject *module, PyObject *args) {
     return is_right ? PyBool_FromLong(is_finite) : NULL;
 }
 
+CAST_LOOP(float32_to_bfloat16, uint32_t, AS_IS, uint16_t, to_bfloat16, 0x7F80, 0)
+
+VECTORIZED static int are_finite(const char *values, Py_ssize_t count) {
+    uint32_t special = 0;
+    for (Py_ssize_t i = 0; i < count; i++) {
+        uint32_t bits;
+        memcpy(&bits, values + 4 * i, 4);
+        special |= magnitude_of(bits) >= 0x7F800000;
+    }
+    return !special;
+}
+
+/* add(values, dtype, terms, sums, itemsize) -> how many finite sums became infinite; -1 if a sum is not finite
+
+   The terms are float32, and so are the sums, or bfloat16 if the item size is 2. Sums may be written over values
+   and terms: their part is added first, in a buffer. */
+static PyObject *add(PyObject *module, PyObject *args) {
+    Py_buffer values, terms, sums;
+    int letter;
+    Py_ssize_t itemsize, overflowed = 0;
+    if (!PyArg_ParseTuple(args, "y*Cy*w*n", &values, &letter, &terms, &sums, &itemsize)) return NULL;
+    size_t dtype = find_dtype((char)letter);
+    Py_ssize_t count = terms.len / 4, size = dtype < sizeof DTYPES / sizeof *DTYPES ? DTYPES[dtype].size : 0;
+    int is_right = size && (itemsize == 2 || itemsize == 4) && terms.len % 4 == 0 && values.len == size * count &&
+                   sums.len == itemsize * count;
+    if (is_right) {
+        _Alignas(64) char made[4 * PART_ELEMENTS];
+        int is_finite = 1;
+        Py_BEGIN_ALLOW_THREADS
+        for (Py_ssize_t at = 0; at < count; at += PART_ELEMENTS) {
+            Py_ssize_t part = count - at < PART_ELEMENTS ? count - at : PART_ELEMENTS;
+            char *into = (char *)sums.buf + itemsize * at;
+            DTYPES[dtype].add_terms((char *)values.buf + size * at, (char *)terms.buf + 4 * at, made, part);
+            is_finite &= are_finite(made, part);
+            if (itemsize == 2)
+                overflowed += float32_to_bfloat16(made, into, part).overflowed;
+            else
+                memcpy(into, made, 4 * part);
+        }
+        Py_END_ALLOW_THREADS
+        if (!is_finite) overflowed = -1;
+    } else {
+        PyErr_SetString(PyExc_ValueError, "the buffers do not have as many elements");
+    }
+    PyBuffer_Release(&values);
+    PyBuffer_Release(&terms);
+    PyBuffer_Release(&sums);
+    return is_right ? PyLong_FromSsize_t(overflowed) : NULL;
+}
+
 static PyMethodDef methods[] = {
-    {"average", average, METH_VARARGS, NULL}, {NULL, NULL, 0, NULL}};
+    {"average", average, METH_VARARGS, NULL}, {"add", add, METH_VARARGS, NULL}, {NULL, NULL, 0, NULL}};
 
 static struct PyModuleDef definition = {PyModuleDef_HEAD_INIT, "reshard.tensors.averages._sums", NULL, 0, methods,
                                         NULL, NULL, NULL, NULL};
