@@ -1,7 +1,8 @@
 """Account for each value of a state dict, so that nothing is lost silently.
 
 A tensor by itself is a weight. Any other value is opaque: the report names it. A container with
-tensors that look like weights is refused, because nothing reads weights there.
+tensors that look like weights is refused, because nothing reads weights there; only what a module's
+own ``get_extra_state`` returns may have any content.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from reshard.state_dict.tree import LocalTensors, is_tensor
 from reshard.units import counted, some
 
 _CONTAINERS = (dict, list, tuple)
+_EXTRA_STATE = "_extra_state"  # torch 2.13 ``nn/modules/module.py``, ``_EXTRA_STATE_KEY_SUFFIX``
 
 
 def find_opaque(
@@ -40,7 +42,7 @@ def find_opaque(
             continue
         name = f"{prefix}{key}"
         _refuse_unreadable(where, name, value)
-        weights = list(find_weights(value, name))
+        weights = [] if is_extra_state(key) else list(find_weights(value, name))
         hidden += weights
         if not weights:
             kinds[name] = _describe_kind(value)
@@ -52,6 +54,11 @@ def find_opaque(
             "save them under their own names, as Module.state_dict() does",
         )
     return kinds
+
+
+def is_extra_state(key: Any) -> bool:
+    """Return whether a value of a state dict is what a module's ``get_extra_state`` returned."""
+    return isinstance(key, str) and key.endswith(_EXTRA_STATE)
 
 
 def find_weights(value: Any, name: str) -> Iterator[str]:

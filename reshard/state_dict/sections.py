@@ -158,6 +158,7 @@ def _find_models(tree: Any, optimizers: Collection[Path]) -> dict[Path, dict[str
     for path, node in walk(tree, _DEPTH):
         inside = any(path[: len(p)] == p for p in optimizers)
         named = any(isinstance(part, str) and _NEVER_A_MODEL.search(part) for part in path)
+        named = named or any(map(leaves.is_extra_state, path))
         if not inside and not named and (tensors := collect_tensors(node)):
             tensors = {k: v for k, v in tensors.items() if not _NEVER_A_MODEL.fullmatch(k)}
             if tensors:

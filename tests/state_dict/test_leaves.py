@@ -173,6 +173,24 @@ def test_an_array_in_a_deepspeed_module_is_a_weight(tmp_path):
         assert checkpoint.manifest.unread == {"module._extra_state": "bytes"}
 
 
+class Scaled(torch.nn.Linear):
+    """Saves a dict with tensors as its extra state."""
+
+    def get_extra_state(self):
+        return {"amax": torch.ones(3)}
+
+    def set_extra_state(self, state):
+        pass
+
+
+def test_tensors_in_the_extra_state_of_a_module_are_not_weights(tmp_path):
+    module = torch.nn.Sequential(Scaled(4, 4), Scaled(4, 4)).state_dict()
+    with reshard.open(save({"net": module, "epoch": 1}, tmp_path / "x.pt")) as checkpoint:
+        assert set(checkpoint) == {"0.weight", "0.bias", "1.weight", "1.bias"}
+        unread = checkpoint.manifest.unread
+    assert unread == {f"net.{number}._extra_state": "dict" for number in range(2)}
+
+
 def test_the_report_states_the_balance(tmp_path, capsys):
     model = torch.nn.Linear(4, 2)
     optimizer = torch.optim.AdamW(model.parameters())
