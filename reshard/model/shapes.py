@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
@@ -79,6 +79,28 @@ class ModelShapes:
     find_published: Callable[[], Published | None] = field(
         default=_find_nothing, compare=False, repr=False
     )
+
+    def rename(self, name: Callable[[str], str]) -> ModelShapes:
+        """Return the model with other names of its tensors and its units' modules."""
+        units = (
+            replace(
+                unit,
+                prefix=name(unit.prefix).removesuffix("."),
+                members=tuple(map(name, unit.members)),
+            )
+            for unit in self.units
+        )
+        return replace(
+            self,
+            parameters={name(fqn): shape for fqn, shape in self.parameters.items()},
+            buffers={name(fqn): shape for fqn, shape in self.buffers.items()},
+            tied={name(alias): name(kept) for alias, kept in self.tied.items()},
+            units=tuple(units),
+            embeddings=frozenset(map(name, self.embeddings)),
+            layer_norms=frozenset(map(name, self.layer_norms)),
+            frozen=frozenset(map(name, self.frozen)),
+            names=tuple(map(name, self.names)),
+        )
 
 
 def describe_module(

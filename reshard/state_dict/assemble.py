@@ -12,6 +12,7 @@ from reshard.containers.pickles import trust
 from reshard.containers.pickles.objects import SCHEDULER
 from reshard.core.box import Index
 from reshard.core.chunks import Chunk
+from reshard.core.keys import strip_wrappers
 from reshard.core.manifest import (
     BUFFER,
     PARAM,
@@ -316,9 +317,25 @@ def _collect_optimized(parts: sections.Sections) -> set[str]:
 def _restore_form(
     state: Mapping[str, Any], model: ModelShapes, parsed: ParsedTree, optimized: set[str]
 ) -> tuple[dict[str, Any], ModelShapes]:
-    """Return a state dict in the form in memory, and the model with its adapters."""
+    """Return a state dict in the form in memory, and the model with its wrappers and adapters."""
+    model = _name_as_wrapped(model, state)
     state = restore_memory_form(state, model)
     return restore_adapter_form(state, model, parsed.saved_modules, optimized)
+
+
+def _name_as_wrapped(model: ModelShapes, state: Mapping[str, Any]) -> ModelShapes:
+    """Return the model with the names that a state dict has for it.
+
+    The state dict of a wrapped model has prefixes in its names, those of DDP (``module.``) and
+    ``torch.compile`` (``_orig_mod.``) among them.
+    """
+    wrapped = {bare: fqn for fqn, bare in strip_wrappers(state).items() if bare != fqn}
+    if not wrapped:
+        return model
+    # Names that the state dict lacks, such as members of flat parameters, have what all have.
+    before = {fqn.removesuffix(bare) if fqn.endswith(bare) else "" for bare, fqn in wrapped.items()}
+    common = before.pop() if len(wrapped) == len(state) and len(before) == 1 else ""
+    return model.rename(lambda fqn: fqn if fqn in state else wrapped.get(fqn, common + fqn))
 
 
 def _describe_mismatch(model: ModelShapes, state: Mapping[str, Any]) -> str:

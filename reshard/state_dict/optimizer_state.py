@@ -7,7 +7,7 @@ Sources: torch 2.13 ``optim/optimizer.py`` (``state_dict``), ``distributed/fsdp/
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable, Mapping, Sequence
+from collections.abc import Collection, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from math import prod
 from typing import Any
@@ -15,10 +15,11 @@ from typing import Any
 from reshard.containers.torch_objects import read_number
 from reshard.core import counts
 from reshard.core.box import Index
+from reshard.core.keys import remove_wrappers
 from reshard.core.manifest import MASTER, Entry, Keyed, ParamGroup, UnnamedOptimizer
 from reshard.errors import MIXED, CorruptError, UnsupportedError, shown
 from reshard.quantised import moments
-from reshard.state_dict import nested_slots
+from reshard.state_dict import flat_params, nested_slots
 from reshard.state_dict.global_tensor import GlobalTensor
 from reshard.state_dict.hyper_parameters import read_counter, read_hyper
 from reshard.state_dict.optimizer_layouts import (
@@ -399,7 +400,7 @@ def _add_numbered(
     pool: SourceFiles,
 ) -> dict[Any, tuple[str, ...]]:
     """Add the states of an optimizer that numbers its parameters; return those of each index."""
-    stored = _read_stored_names(groups, known.shapes)
+    stored = _name_as_weights(_read_stored_names(groups, known.shapes), known.shapes)
     if not may_be_divided_by_decay(groups):
         known = replace(known, divisions=())
     if stored:
@@ -419,12 +420,25 @@ def _add_numbered(
     return _add_states(parsed, state, names, layout, pool)
 
 
+def _name_as_weights(stored: Mapping[Any, str], weights: Collection[str]) -> dict[Any, str]:
+    """Return stored names as the weights have them.
+
+    An optimizer that was made of the ``named_parameters()`` of FSDP 1, or of a model with
+    activation checkpointing, stores prefixes of wrappers, which the ``state_dict()`` leaves out.
+    """
+    bare = {remove_wrappers(fqn): fqn for fqn in weights}
+    if len(bare) < len(weights):
+        return dict(stored)
+    return {key: bare.get(remove_wrappers(fqn), fqn) for key, fqn in stored.items()}
+
+
 def _read_stored_names(
     groups: Sequence[Mapping[str, Any]], weights: Container[Any] = ()
 ) -> dict[Any, str]:
     """Return the name of each index, if the param groups store them.
 
     ``param_names`` has them (torch >= 2.6), or the name of a group of one parameter (Adam-mini).
+    Those of FSDP 1's flat parameters name no weights.
 
     Args:
         weights: the names of the model, because ``name`` may be that of a group.
@@ -437,4 +451,5 @@ def _read_stored_names(
         if not given or len(given) != len(_list_members(group)):
             return {}
         names.update(zip(_list_members(group), map(str, given), strict=True))
-    return names
+    is_flat = any(flat_params.parse_prefix(fqn) is not None for fqn in names.values())
+    return {} if is_flat else names

@@ -231,8 +231,11 @@ def _fsdp1_local() -> list[Case]:
         ),
         _case("fsdp1_local_flat_sgd", 2, *row, pair, "SGD with momentum", optimizer="sgd", **layer),
         _case("fsdp1_local_flat_groups", 2, *row, pair, "groups of units", groups="units", **layer),
+        _case("fsdp1_local_flat_named", 2, *row, pair, "param_names", groups="named", **layer),
+        _case("fsdp1_local_flat_compiled", 2, *row, "compiled_ranks", "_orig_mod.", **layer),
         _case("fsdp1_local_flat_model_only", 2, "fsdp1", "local", None, pair, "", **layer),
         _case("fsdp1_local_orig", 2, *row, pair, "use_orig_params", **orig, **layer),
+        _case("fsdp1_local_orig_named", 2, *row, pair, "", groups="named", **orig, **layer),
         _case("fsdp1_local_orig_ws4", 4, *row, pair, "two groups", **decay, **layer),
         _case(
             "fsdp1_local_orig_frozen_ws4",
@@ -561,6 +564,7 @@ def _cuda() -> list[Case]:
 
 def _plain() -> list[Case]:
     row = ("plain", "raw", "raw")
+    frozen: dict[str, Any] = {"build": "menagerie_frozen", "told": True}
     return [
         _case("plain_tagged", 1, *row, "tagged", "{state_dict, optimizer, epoch}"),
         _case("plain_tutorial", 1, *row, "model_state_dict", "{model_state_dict, ...}"),
@@ -588,7 +592,9 @@ def _plain() -> list[Case]:
         _case("plain_aligned", 1, *row, "aligned", "storage_alignment 4096"),
         _case("plain_ddp", 2, "ddp", "raw", "raw", "one", "module."),
         _case("plain_ddp_tied", 2, "ddp", "raw", "raw", "tagged", "", build="menagerie_tied"),
+        _case("plain_ddp_frozen", 2, "ddp", "raw", "raw", "one", "", **frozen),
         _case("plain_compiled", 1, *row, "compiled", "_orig_mod."),
+        _case("plain_compiled_frozen", 1, *row, "compiled", "", **frozen),
         _case("plain_compiled_layers", 1, *row, "compiled_layers", "_orig_mod. inside names"),
         _case("plain_parameters", 1, *row, "parameters", "Parameters that require grad"),
         _case("plain_flattened", 1, "plain", "gets", "flattened", "one", "", groups="decay"),

@@ -559,6 +559,10 @@ def aligned(live: Live, place: Path) -> None:
         one(live, place)
 
 
+def compiled_ranks(live: Live, place: Path) -> None:
+    rank_pair(replace(live, model=torch.compile(live.model)), place)
+
+
 def compiled(live: Live, place: Path) -> None:
     model = torch.compile(live.model)
     state = {"model": model.state_dict(), "optimizer": live.optimizer.state_dict()}
@@ -666,6 +670,7 @@ FILES = {
     "legacy": legacy,
     "aligned": aligned,
     "compiled": compiled,
+    "compiled_ranks": compiled_ranks,
     "compiled_layers": compiled_layers,
     "parameters": parameters,
     "module": module,
