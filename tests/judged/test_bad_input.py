@@ -244,7 +244,10 @@ def test_weights_of_size_0_are_reported_with_their_real_files(copied, refused):
 
 @pytest.fixture
 def without_shared_params(copied):
-    """Save as DeepSpeed before 0.9 at stage 3, without a record of two names of one weight."""
+    """Save without a record of two names of one weight.
+
+    ``torch.load`` gives every empty placeholder of stage 3 a storage of its own.
+    """
     run = copied("hf_z3_tied")
     for path in tag_of(run).glob("*_model_states.pt"):
         state = torch.load(path, weights_only=False)

@@ -41,7 +41,7 @@ class Case:
     world: int
     config: Config
     kind: str = "train"  # train, moe, moe_refused, trainer, accelerate
-    # menagerie, menagerie_{tied,vector,wide,checkpointed,headed}, llama, llama_tied
+    # menagerie, menagerie_{tied,vector,wide,checkpointed,repeated,headed}, llama, llama_tied
     model: str = "menagerie"
     groups: str = "one"  # see deepspeed_models.param_groups
     experts: tuple[tuple[int, int], ...] = ()  # (how many, over how many ranks) of each layer
@@ -179,6 +179,7 @@ def _stage_3() -> list[Case]:
             model="menagerie_tied",
             zero_init=True,
         ),
+        Case("z3_repeated", 2, ds_config(3, "bf16"), model="menagerie_repeated"),
         Case("z3_ulysses_ws4", 4, ds_config(3, "bf16"), sequence=2),
         Case(
             "z3_persist_none",

@@ -112,6 +112,14 @@ def checkpointed(model: Menagerie) -> Menagerie:
     return model
 
 
+def repeated(model: Menagerie) -> Menagerie:
+    """Return a model that uses its first layer a second time, under another name."""
+    layers = model.llama.model.layers
+    layers.append(layers[0])
+    model.llama.config.num_hidden_layers = len(layers)
+    return model
+
+
 class Headed(nn.Module):
     """A model with a value head, which saves itself as TRL 0.11's ``modeling_value_head.py`` does.
 

@@ -494,18 +494,12 @@ def _find_absent(
     *,
     without_frozen: bool,
 ) -> tuple[str, ...]:
-    """Return the placeholders of stage 3 that nothing fills; none if a warning names them.
-
-    DeepSpeed before 0.9 did not save which names are tied, and leaves a placeholder for each.
-    """
+    """Return the placeholders of stage 3 that nothing fills; none if a warning names them."""
     filled = {entry.fqn for entry in entries}
     absent = tuple(name for name in first.module if name not in filled and name not in tied)
     if absent and without_frozen:
         warnings.append(f"without a value in this checkpoint: {', '.join(absent)}")
         return ()
     if absent and "shared_params" not in first.root:
-        warnings.append(
-            "DeepSpeed before 0.9.2 does not state at stage 3 which names are tied, and before"
-            " 0.9.1 does not save frozen weights"
-        )
+        warnings.append("DeepSpeed before 0.9.1 does not save frozen weights at stage 3")
     return absent

@@ -140,13 +140,16 @@ class ModelStates:
     def find_aliases(self) -> dict[str, str]:
         """Return the tied names, alias -> kept: ``shared_params``, and equal views of a storage.
 
-        If one view has several names, the one that the optimizer lists is kept, else the first.
+        DeepSpeed 0.19.8 leaves out of ``shared_params`` the second name that a module has for one
+        part (``_get_shared_params``), and before 0.9.2 it wrote no such list. In stage 3, the empty
+        placeholders of one parameter are one view, too. If one view has several names, the one that
+        the optimizer lists is kept, else the first.
         """
         tied = {str(alias): str(kept) for alias, kept in self.get_section("shared_params").items()}
         trained = {name for group in self.shapes for name in group}
         names_of_view: dict[Any, list[str]] = {}
         for name, tensor in self.module.items():
-            if tensor.numel and name not in tied:  # stage 3's empty placeholders share nothing
+            if name not in tied:
                 names_of_view.setdefault(tensor.place, []).append(name)
         for names in names_of_view.values():
             kept = next((name for name in names if name in trained), names[0])
