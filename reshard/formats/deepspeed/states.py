@@ -143,16 +143,20 @@ class ModelStates:
         DeepSpeed 0.19.8 leaves out of ``shared_params`` the second name that a module has for one
         part (``_get_shared_params``), and before 0.9.2 it wrote no such list. In stage 3, the empty
         placeholders of one parameter are one view, too. If one view has several names, the one that
-        the optimizer lists is kept, else the first.
+        the optimizer lists is kept, else the first that the file lists beside its tensors.
         """
         tied = {str(alias): str(kept) for alias, kept in self.get_section("shared_params").items()}
+        module, declared = self.module, self.declared_names
         trained = {name for group in self.shapes for name in group}
         names_of_view: dict[Any, list[str]] = {}
-        for name, tensor in self.module.items():
+        for name, tensor in module.items():
             if name not in tied:
                 names_of_view.setdefault(tensor.place, []).append(name)
         for names in names_of_view.values():
-            kept = next((name for name in names if name in trained), names[0])
+            # `reshard` writes one empty view for all placeholders, which are of several parameters.
+            if not module[names[0]].numel and sum(name in declared for name in names) != 1:
+                continue
+            kept = min(names, key=lambda name: (name not in trained, name not in declared))
             tied |= {name: kept for name in names if name != kept}
         return tied
 
