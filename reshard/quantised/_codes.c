@@ -15,15 +15,12 @@
 /* Bytes of a line of the cache. */
 #define LINE 64
 
-/* What is inlined is compiled for each level of the processor, and for each of its constant arguments. */
 #ifdef __GNUC__
 #define PREFETCH(address) __builtin_prefetch(address)
 #define PREFETCH_TO_WRITE(address) __builtin_prefetch(address, 1)
-#define INLINED static inline __attribute__((always_inline))
 #else
 #define PREFETCH(address)
 #define PREFETCH_TO_WRITE(address)
-#define INLINED static inline
 #endif
 
 /* Buffers need not be aligned, so elements are copied. */

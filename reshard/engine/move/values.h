@@ -20,6 +20,13 @@
 #define VECTORIZED __attribute__((target_clones("avx2", "default")))
 #endif
 
+/* What is inlined is compiled for each level of the processor, and for each of its constant arguments. */
+#ifdef __GNUC__
+#define INLINED static inline __attribute__((always_inline))
+#else
+#define INLINED static inline
+#endif
+
 static inline uint32_t bits_of(float value) {
     uint32_t bits;
     memcpy(&bits, &value, sizeof bits);

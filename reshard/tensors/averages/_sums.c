@@ -19,9 +19,29 @@ static inline double load_double(const char *base, Py_ssize_t index) {
     return value;
 }
 
-/* A loop that begins the sums with the products of a row, and one that adds the products of a row. */
+/* Write the sums of a row and of float32 terms, in float32 or bfloat16; return how many finite ones became
+   infinite as bfloat16, or -1 if one is not finite. The rest is undefined then, so NaN is not rounded on its own. */
+INLINED Py_ssize_t add_terms(float (*load)(const char *, Py_ssize_t), const char *row, const char *terms,
+                             char *sums, Py_ssize_t count, int itemsize) {
+    uint32_t special = 0, overflowed = 0;
+    for (Py_ssize_t i = 0; i < count; i++) {
+        float term;
+        memcpy(&term, terms + 4 * i, 4);
+        uint32_t bits = bits_of(load(row, i) + term), magnitude = magnitude_of(bits);
+        uint16_t half = (bits + 0x7FFF + (bits >> 16 & 1)) >> 16;
+        special |= magnitude >= 0x7F800000;
+        overflowed += (half & 0x7FFF) == 0x7F80;
+        if (itemsize == 2)
+            memcpy(sums + 2 * i, &half, 2);
+        else
+            memcpy(sums + 4 * i, &bits, 4);
+    }
+    return special ? -1 : itemsize == 2 ? (Py_ssize_t)overflowed : 0;
+}
+
+/* Loops that begin sums with the products of a row, add the products of a row, and add terms to a row. */
 #define ROW_LOOPS(dtype, Stored, widen)                                                                            \
-    static inline double load_##dtype(const char *base, Py_ssize_t index) {                                        \
+    static inline float load_##dtype(const char *base, Py_ssize_t index) {                                         \
         Stored stored;                                                                                             \
         memcpy(&stored, base + sizeof stored * index, sizeof stored);                                              \
         return float_of(widen(stored));                                                                            \
@@ -38,14 +58,10 @@ static inline double load_double(const char *base, Py_ssize_t index) {
             memcpy(sums + 8 * i, &sum, 8);                                                                         \
         }                                                                                                          \
     }                                                                                                              \
-    VECTORIZED static void add_terms_to_##dtype(const char *row, const char *terms, char *sums,                    \
-                                                Py_ssize_t count) {                                                \
-        for (Py_ssize_t i = 0; i < count; i++) {                                                                   \
-            float term, sum;                                                                                       \
-            memcpy(&term, terms + 4 * i, 4);                                                                       \
-            sum = (float)load_##dtype(row, i) + term;                                                              \
-            memcpy(sums + 4 * i, &sum, 4);                                                                         \
-        }                                                                                                          \
+    VECTORIZED static Py_ssize_t add_terms_to_##dtype(const char *row, const char *terms, char *sums,              \
+                                                      Py_ssize_t count, Py_ssize_t itemsize) {                     \
+        return itemsize == 2 ? add_terms(load_##dtype, row, terms, sums, count, 2)                                 \
+                             : add_terms(load_##dtype, row, terms, sums, count, 4);                                \
     }
 
 /* clang-format off */
@@ -55,7 +71,7 @@ ROW_LOOPS(bfloat16, uint16_t, from_bfloat16)
 /* clang-format on */
 
 typedef void RowLoop(const char *row, char *sums, Py_ssize_t count, double factor);
-typedef void TermLoop(const char *row, const char *terms, char *sums, Py_ssize_t count);
+typedef Py_ssize_t TermLoop(const char *row, const char *terms, char *sums, Py_ssize_t count, Py_ssize_t itemsize);
 
 static const struct {
     char letter;
@@ -159,18 +175,6 @@ static PyObject *average(PyObject *module, PyObject *args) {
     return is_right ? PyBool_FromLong(is_finite) : NULL;
 }
 
-CAST_LOOP(float32_to_bfloat16, uint32_t, AS_IS, uint16_t, to_bfloat16, 0x7F80, 0)
-
-VECTORIZED static int are_finite(const char *values, Py_ssize_t count) {
-    uint32_t special = 0;
-    for (Py_ssize_t i = 0; i < count; i++) {
-        uint32_t bits;
-        memcpy(&bits, values + 4 * i, 4);
-        special |= magnitude_of(bits) >= 0x7F800000;
-    }
-    return !special;
-}
-
 /* add(values, dtype, terms, sums, itemsize) -> how many finite sums became infinite; -1 if a sum is not finite
 
    The terms are float32, and so are the sums, or bfloat16 if the item size is 2. Sums may be written over values
@@ -186,20 +190,15 @@ static PyObject *add(PyObject *module, PyObject *args) {
                    sums.len == itemsize * count;
     if (is_right) {
         _Alignas(64) char made[4 * PART_ELEMENTS];
-        int is_finite = 1;
         Py_BEGIN_ALLOW_THREADS
-        for (Py_ssize_t at = 0; at < count; at += PART_ELEMENTS) {
+        for (Py_ssize_t at = 0; at < count && overflowed >= 0; at += PART_ELEMENTS) {
             Py_ssize_t part = count - at < PART_ELEMENTS ? count - at : PART_ELEMENTS;
-            char *into = (char *)sums.buf + itemsize * at;
-            DTYPES[dtype].add_terms((char *)values.buf + size * at, (char *)terms.buf + 4 * at, made, part);
-            is_finite &= are_finite(made, part);
-            if (itemsize == 2)
-                overflowed += float32_to_bfloat16(made, into, part).overflowed;
-            else
-                memcpy(into, made, 4 * part);
+            Py_ssize_t found = DTYPES[dtype].add_terms((char *)values.buf + size * at, (char *)terms.buf + 4 * at,
+                                                       made, part, itemsize);
+            overflowed = found < 0 ? -1 : overflowed + found;
+            memcpy((char *)sums.buf + itemsize * at, made, itemsize * part);
         }
         Py_END_ALLOW_THREADS
-        if (!is_finite) overflowed = -1;
     } else {
         PyErr_SetString(PyExc_ValueError, "the buffers do not have as many elements");
     }
