@@ -8,12 +8,8 @@ Reading, shared by every format whose files hold nested state dicts:
     sharded_reader     DTensor and ShardedTensor, as ``torch.save`` pickles them
     flat_params        flat parameters of FSDP 1 and FairScale
     sections           which part of the tree is the model, an optimizer, a scheduler ...
-    optimizer_state    optimizer state dicts in every keying; nested_slots: tensors nested in them
-    hyper_parameters   hyper-parameters of param groups, and counters such as the step
-    optimizer_names    names for optimizers that number their parameters
-    optimizer_layouts  how an optimizer's tensors are stored: whole, in runs, in flat units
+    optimizers         optimizer state dicts: their form, and the parameters they belong to
     memory_form        weights of PEFT's and transformers' files, as the trained model names them
-    model_optimizers   which of several optimizers belong to the model
     leaves             values of a model's state dict that are not tensors
     plain_values       values of a pickle as JSON
     own_values         a script's own values as a pickle describes them

@@ -36,20 +36,15 @@ from reshard.model import ModelHint, ModelShapes
 from reshard.model.adapter_names import find_parts, find_trained_names
 from reshard.model.norm_buffers import find_norm_buffers
 from reshard.quantised.scale_names import find_precision
-from reshard.state_dict import (
-    flat_params,
-    leaves,
-    model_optimizers,
-    optimizer_state,
-    sections,
-)
+from reshard.state_dict import flat_params, leaves, sections
 from reshard.state_dict.global_tensor import GlobalTensor
 from reshard.state_dict.memory_form import (
     has_published_names,
     restore_adapter_form,
     restore_memory_form,
 )
-from reshard.state_dict.optimizer_state import ParsedOptimizer
+from reshard.state_dict.optimizers import selection, states
+from reshard.state_dict.optimizers.states import ParsedOptimizer
 from reshard.state_dict.own_values import keep_own_values
 from reshard.state_dict.plain_values import to_plain
 from reshard.state_dict.tree import (
@@ -109,7 +104,7 @@ def build_manifest(
     entries, all_marked = _mark_buffers(entries, state, parts, parsed, model)
     ignored = flat_params.find_ignored(parts.model, state, model) if model else frozenset[str]()
     with SourceFiles() as pool:
-        read, entries = model_optimizers.select_optimizers(
+        read, entries = selection.select_optimizers(
             parts,
             entries,
             units,
@@ -122,7 +117,7 @@ def build_manifest(
     trained = _name_as_trained(entries, read)
     entries = trained or entries
     notes += _collect_notes(parts, parsed, read, {*entries, *tied})
-    all_entries = [*entries.values(), *model_optimizers.iterate_slots(read, tied)]
+    all_entries = [*entries.values(), *selection.iterate_slots(read, tied)]
     train = _build_train_state(parts, read)
     models = dict.fromkeys(parts.other_models, "another state dict")
     strays = dict.fromkeys(_find_stray_tensors(parts, train.objects), "a tensor outside the model")
@@ -149,7 +144,7 @@ def build_manifest(
         all_buffers_marked=all_marked,
         ordered=ordered or model is not None or bool(trained),
         # An index of FSDP 1's optimizer counts in the order of its units, not in that of the model.
-        keyed=None if flats or units else optimizer_state.find_keying(parts.optimizers.values()),
+        keyed=None if flats or units else states.find_keying(parts.optimizers.values()),
         ordered_by_model=by_model,
     )
 
@@ -282,8 +277,8 @@ def _resolve_model(
                 _WITH_ADAPTERS if find_parts(parts.model) else "",
             )
         return model, []
-    numbered = any(map(optimizer_state.is_numbered, parts.optimizers.values()))
-    named = any(map(optimizer_state.collect_shapes, parts.optimizers.values()))
+    numbered = any(map(states.is_numbered, parts.optimizers.values()))
+    named = any(map(states.collect_shapes, parts.optimizers.values()))
     unordered = numbered and not parsed.ordered
     open_end = [] if parsed.proved else [_OPEN_END.format(parsed.world)]
     wrapped = nearby and (nearby.wrap or (nearby.by_blocks and numbered))
@@ -311,7 +306,7 @@ def _resolve_model(
 
 def _collect_optimized(parts: sections.Sections) -> set[str]:
     """Return the parameters that the optimizers name."""
-    return set[str]().union(*map(optimizer_state.collect_names, parts.optimizers.values()))
+    return set[str]().union(*map(states.collect_names, parts.optimizers.values()))
 
 
 def _restore_form(
@@ -363,7 +358,7 @@ def _resolve_flat_params(
     if any(flat_params.parse_prefix(key) is not None for key in parts.model):
         shapes: dict[str, Index] = {}
         for value in parts.optimizers.values():
-            shapes.update(optimizer_state.collect_shapes(value))
+            shapes.update(states.collect_shapes(value))
         return flat_params.resolve(parts.model, where=parsed.where, model=model, shapes=shapes)
     if model is None:
         return parts.model, []

@@ -17,7 +17,7 @@ from reshard.errors import UnrecognisedError, UsageError
 from reshard.state_dict import leaves
 from reshard.state_dict import tree as trees
 from reshard.state_dict.global_tensor import GlobalTensor
-from reshard.state_dict.optimizer_state import MASTER_LISTS, add_masters, is_optimizer
+from reshard.state_dict.optimizers.states import MASTER_LISTS, add_masters, is_optimizer
 from reshard.state_dict.tree import (
     as_list,
     collect_tensors,

@@ -25,8 +25,8 @@ from reshard.core.dtypes import DType
 from reshard.core.manifest import Entry, Keyed, Manifest, TrainState
 from reshard.errors import IncompleteError, UnsupportedError, UsageError
 from reshard.model import ModelShapes
-from reshard.state_dict import nested_slots, optimizer_names
-from reshard.state_dict.hyper_parameters import TensorNumber
+from reshard.state_dict.optimizers import nested_slots, numbering
+from reshard.state_dict.optimizers.hyper_parameters import TensorNumber
 from reshard.state_dict.own_values import find_scheduler
 from reshard.state_dict.plain_values import restore_sets
 from reshard.training import loss_scale, optimizers
@@ -179,7 +179,7 @@ def needs_param_names(state: WritableState) -> bool:
     if any(weight.fqn not in owned and not weight.is_buffer for weight in state.weights):
         return True
     trained = {weight.fqn: weight.shape for weight in state.weights if weight.fqn in owned}
-    return len(state.groups) > 1 and not optimizer_names.can_name_groups(trained, state.groups)
+    return len(state.groups) > 1 and not numbering.can_name_groups(trained, state.groups)
 
 
 def order_members(

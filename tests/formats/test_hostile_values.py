@@ -19,7 +19,8 @@ from reshard.core.chunks import contiguous
 from reshard.core.dtypes import FLOAT32
 from reshard.errors import CorruptError, ReshardError, UnsafeError
 from reshard.formats.deepspeed import cuts, native
-from reshard.formats.megatron import arguments, optimizer
+from reshard.formats.megatron import arguments
+from reshard.formats.megatron.optimizers import forms
 from reshard.formats.megatron.write import groups
 from reshard.layouts.model_parallel.rules import load_table
 from reshard.layouts.model_parallel.traits import Traits
@@ -177,7 +178,7 @@ def test_megatron_s_arguments_and_groups_of_another_kind():
     with pytest.raises(CorruptError, match=r"args\.tensor_model_parallel_size is '2', expected"):
         arguments.parse({"tensor_model_parallel_size": "2"}, "rank 0")
     with pytest.raises(CorruptError, match=r"optimizer.param_groups\[0\] is 7, expected a dict"):
-        optimizer.read(
+        forms.read(
             {"param_groups": [7]},
             [],
             arguments.parse({}, "rank 0"),

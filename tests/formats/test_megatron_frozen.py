@@ -8,8 +8,8 @@ import torch
 from reshard.core.box import Box, whole
 from reshard.core.chunks import contiguous
 from reshard.core.dtypes import BFLOAT16, FLOAT32
-from reshard.formats.megatron.buckets import Param, concatenate, make_buckets
-from reshard.formats.megatron.frozen import (
+from reshard.formats.megatron.optimizers.buckets import Param, concatenate, make_buckets
+from reshard.formats.megatron.optimizers.frozen import (
     Ambiguous,
     FlatMasters,
     ListedMasters,

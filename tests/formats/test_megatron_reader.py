@@ -34,23 +34,15 @@ from reshard.errors import (
     UnsupportedError,
     UsageError,
 )
-from reshard.formats.megatron import (
-    buckets,
-    dist_flat,
-    flat_buffers,
-    frozen,
-    grouped,
-    names,
-    train,
-    translate,
-)
 from reshard.formats.megatron import dist as dist_format
+from reshard.formats.megatron import grouped, names, train, translate
 from reshard.formats.megatron.arguments import Arguments
-from reshard.formats.megatron.buckets import Param
 from reshard.formats.megatron.directory import covers_experts, find_ranks, list_saving_ranks
-from reshard.formats.megatron.groups import explain_unassigned, is_of_muon
+from reshard.formats.megatron.optimizers import buckets, dist_flat, flat_buffers, frozen
+from reshard.formats.megatron.optimizers.buckets import Param
+from reshard.formats.megatron.optimizers.groups import explain_unassigned, is_of_muon
 from reshard.layouts.model_parallel.rules import load_table
-from reshard.state_dict.optimizer_state import ParsedOptimizer
+from reshard.state_dict.optimizers.states import ParsedOptimizer
 from tests.support.digests import compute_digests
 from tests.support.directories import unpack
 from tests.support.megatron_values import change, read_root
@@ -344,7 +336,7 @@ def test_a_flat_buffer_that_no_parameter_fills_is_refused(ranks):
 
 
 def test_a_flat_buffer_of_torch_dist_that_no_parameter_fills_is_refused(monkeypatch):
-    monkeypatch.setattr(dist_flat.flat_buffers, "group_buffers", lambda _params, _args: [])
+    monkeypatch.setattr(flat_buffers, "group_buffers", lambda _params, _args: [])
     with pytest.raises(CorruptError, match="has flat buffer 0, which no parameter"):
         formats.read(DIST)
 

@@ -4,7 +4,7 @@ fp32: torch's own optimizer dict. bf16 and fp16 (DeepSpeed 0.19.8 ``runtime/fp16
 unfused_optimizer.py``, ``fused_optimizer.py``): fp32 copies of each group, whole (``fp32_groups``)
 or flat (``fp32_groups_flat``), and a state by index over the groups.
 
-No file names the indices. `optimizer_names` finds the names where it can; otherwise the optimizer
+No file names the indices. `numbering` finds the names where it can; otherwise the optimizer
 is left out, with a warning.
 
 `_name_fused_groups` finds the members of a fused optimizer's flat tensors. ``FP16_Optimizer`` joins
@@ -44,9 +44,9 @@ from reshard.formats.deepspeed.train_state import (
     read_train_state,
 )
 from reshard.model.weight_decay import Division, FindDivisions, find_no_divisions
-from reshard.state_dict import nested_slots
-from reshard.state_dict.hyper_parameters import read_hyper
-from reshard.state_dict.optimizer_names import (
+from reshard.state_dict.optimizers import nested_slots
+from reshard.state_dict.optimizers.hyper_parameters import read_hyper
+from reshard.state_dict.optimizers.numbering import (
     AmbiguousError,
     Signature,
     may_be_divided_by_decay,

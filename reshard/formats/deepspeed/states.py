@@ -18,7 +18,8 @@ from reshard.core.schema import expect
 from reshard.errors import MIXED, CorruptError, UnsupportedError, shown
 from reshard.formats.deepspeed import schemas
 from reshard.quantised import moments
-from reshard.state_dict import leaves, nested_slots
+from reshard.state_dict import leaves
+from reshard.state_dict.optimizers import nested_slots
 from reshard.state_dict.plain_values import is_plain, to_plain
 from reshard.training import optimizers
 

@@ -19,7 +19,7 @@ from reshard.formats.deepspeed.states import (
     require_equal,
     select_distinct,
 )
-from reshard.state_dict.hyper_parameters import read_hyper
+from reshard.state_dict.optimizers.hyper_parameters import read_hyper
 from reshard.state_dict.own_values import keep_own_values
 from reshard.state_dict.plain_values import to_plain
 

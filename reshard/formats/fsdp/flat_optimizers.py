@@ -13,7 +13,8 @@ from reshard.errors import UnsupportedError
 from reshard.formats.fsdp.flat_units import Flat, find_ignored, iterate_run
 from reshard.layouts.partition import compute_equal_piece
 from reshard.model import ModelShapes
-from reshard.state_dict import flat_params, nested_slots, torch_state_dict
+from reshard.state_dict import flat_params, torch_state_dict
+from reshard.state_dict.optimizers import nested_slots
 from reshard.state_dict.slots import build_whole_slot
 from reshard.training.shared_scalars import build_shared_scalars
 from reshard.training.state import (

@@ -7,13 +7,8 @@
     verl        what verl saves beside torch_dist, and its three directories as one
     names       local, global and stacked names
     order       the order of a model's parameters
+    optimizers  the state of a rank's optimizer, in lists and in flat buffers
     grouped     tensors that store several parameters, or one whose heads are in an old order
-    buckets     the layout of the distributed optimizer's flat buffers
-    flat_buffers
-                the parameters and the slots in these buffers
-    frozen      which parameters an optimizer has if the run froze some
-    groups      which param group a parameter is in
-    optimizer   the other forms of a rank's optimizer
     rank        one rank's files
     model       the parameters of a rank, if no file lists them
     share       the layers and experts of a model chunk
@@ -21,7 +16,6 @@
     kept_states which of these states a conversion keeps
     legacy      the torch format: a folder for each rank
     dist        the torch_dist format: DCP with Megatron's keys
-    dist_flat   the distributed optimizer's buffers there
     fsdp        the fsdp_dtensor format: DCP of Megatron FSDP
     grid        the manifests of all ranks joined
     train       the training state beside the tensors

@@ -43,19 +43,17 @@ from reshard.formats.dcp import reader as dcp
 from reshard.formats.megatron import (
     arguments,
     directory,
-    dist_flat,
-    flat_buffers,
     grid,
     names,
-    optimizer,
     rank_states,
     run_config,
     train,
     verl,
 )
 from reshard.formats.megatron.arguments import Arguments
-from reshard.formats.megatron.dist_flat import CHAIN
-from reshard.formats.megatron.optimizer import RankParam
+from reshard.formats.megatron.optimizers import dist_flat, flat_buffers, forms
+from reshard.formats.megatron.optimizers.dist_flat import CHAIN
+from reshard.formats.megatron.optimizers.forms import RankParam
 from reshard.layouts.model_parallel.moves import take_slice
 from reshard.layouts.model_parallel.rules import Table
 from reshard.state_dict import tree
@@ -120,7 +118,7 @@ def read(location: Location, table: Table) -> Manifest:
     # Forms that only the same grid can load keep the groups as objects of each model-parallel
     # group.
     states = dist_flat.find_group_states(objects, common.get("optimizer"))
-    state = optimizer.read(states, params, args, table, str(location))
+    state = forms.read(states, params, args, table, str(location))
     manifest = Manifest(
         origin=Origin("megatron", str(location)),
         entries=index_entries(grid.sort_entries([*whole.values(), *slots, *flat])),
@@ -140,7 +138,7 @@ def read(location: Location, table: Table) -> Manifest:
         warnings=(
             *loaded.notes,
             *state.notes,
-            *optimizer.note_frozen(frozen),
+            *forms.note_frozen(frozen),
             *([f"the optimizer is left out: {unnamed.reason}"] if unnamed else []),
         ),
         unnamed_optimizers=("optimizer",) if unnamed else (),
@@ -184,7 +182,7 @@ def _read_slots(keys: _KeyReader, stored: Mapping[str, GlobalTensor]) -> list[En
         entry
         for key, tensor in stored.items()
         if (match := CHAIN.fullmatch(key)) and (slot := _SLOT.fullmatch(match[2]))
-        for entry in keys.read_entries(slot[2], optimizer.get_kind(slot[1]), tensor)
+        for entry in keys.read_entries(slot[2], forms.get_kind(slot[1]), tensor)
     ]
 
 
@@ -389,12 +387,12 @@ def _add_sharding_type(root: dict[str, Any]) -> dict[str, Any]:
     The optimizer's own state states it in every version, ``content_metadata`` since 0.13
     (``core/optimizer/distrib_optimizer.py``, ``training/checkpointing.py``).
     """
-    states = optimizer.list_states(root.get("optimizer"))
+    states = forms.list_states(root.get("optimizer"))
     key = train.STATE_SHARDING
-    forms = [state[key] for state in states if isinstance(state, dict) and key in state]
-    if root.get("content_metadata") is not None or not forms:
+    stated = [state[key] for state in states if isinstance(state, dict) and key in state]
+    if root.get("content_metadata") is not None or not stated:
         return root
-    return {**root, "content_metadata": {train.SHARDING: forms[0]}}
+    return {**root, "content_metadata": {train.SHARDING: stated[0]}}
 
 
 def _get_first(objects: Mapping[str, list[Any]], key: str) -> Any:

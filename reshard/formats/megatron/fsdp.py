@@ -36,22 +36,15 @@ from reshard.core.manifest import (
 )
 from reshard.errors import CorruptError, UnsupportedError
 from reshard.formats.dcp import reader as dcp
-from reshard.formats.megatron import (
-    arguments,
-    dist,
-    grid,
-    names,
-    optimizer,
-    rank_states,
-    train,
-)
+from reshard.formats.megatron import arguments, dist, grid, names, rank_states, train
 from reshard.formats.megatron.arguments import Arguments
 from reshard.formats.megatron.directory import FSDP_DTENSOR
+from reshard.formats.megatron.optimizers import forms
 from reshard.formats.megatron.rank_states import RankStates
 from reshard.layouts.model_parallel.rules import Table
 from reshard.state_dict.global_tensor import GlobalTensor
-from reshard.state_dict.hyper_parameters import read_counter, read_hyper
-from reshard.state_dict.optimizer_state import ParsedOptimizer
+from reshard.state_dict.optimizers.hyper_parameters import read_counter, read_hyper
+from reshard.state_dict.optimizers.states import ParsedOptimizer
 from reshard.state_dict.tree import as_global
 from reshard.system.files import SourceFiles
 
@@ -98,7 +91,7 @@ def read(location: Location, table: Table) -> Manifest:
         ),
         tied=names.find_tied_output(fqns, args),
         frozen=frozenset(frozen),
-        warnings=(*loaded.notes, *optimizer.note_frozen(frozen)),
+        warnings=(*loaded.notes, *forms.note_frozen(frozen)),
         unknown_globals=trust.list_unknown(loaded.globals),
         ordered=True,  # see `grid.sort_entries`
     )
@@ -157,7 +150,7 @@ def _read_optimizer(value: Any, fqns: Iterable[str], table: Table) -> ParsedOpti
     slots = {slot for state in states.values() for slot in state if slot != _STEP}
     for slot in sorted(slots):
         stored = _get_tensors({name: state.get(slot) for name, state in states.items()})
-        kind = optimizer.get_kind(slot)
+        kind = forms.get_kind(slot)
         result.entries += [
             _make_entry(fqn, kind, tensor) for fqn, tensor in dist.join_parts(stored, table).items()
         ]

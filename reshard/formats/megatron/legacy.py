@@ -28,20 +28,19 @@ from reshard.errors import MIXED, CorruptError, IncompleteError
 from reshard.formats.megatron import (
     arguments,
     directory,
-    flat_buffers,
     grid,
     grouped,
     names,
-    optimizer,
     order,
     rank_states,
     train,
 )
 from reshard.formats.megatron.arguments import Arguments
 from reshard.formats.megatron.directory import GridPosition
-from reshard.formats.megatron.flat_buffers import FlatStates
-from reshard.formats.megatron.frozen import Element, Sample, sample_tensor
-from reshard.formats.megatron.optimizer import RankParam
+from reshard.formats.megatron.optimizers import flat_buffers, forms
+from reshard.formats.megatron.optimizers.flat_buffers import FlatStates
+from reshard.formats.megatron.optimizers.forms import RankParam
+from reshard.formats.megatron.optimizers.frozen import Element, Sample, sample_tensor
 from reshard.formats.megatron.rank import RankFile, open_args, open_rank
 from reshard.formats.megatron.share import find_norm, list_experts
 from reshard.layouts.model_parallel.rules import Table
@@ -323,24 +322,24 @@ def _read_rank(
     # One rank's part of a layer-wise optimizer would look like a run that froze the other layers.
     saved = None if file.is_layer_wise else file.root.get("optimizer")
     sample, flat = _make_sample(entries), FlatStates()
-    state = optimizer.read(saved, params, args, table, file.path, sample)
+    state = forms.read(saved, params, args, table, file.path, sample)
     if file.is_layer_wise:
-        optimizer.leave_out(state, _LAYER_WISE)
+        forms.leave_out(state, _LAYER_WISE)
     if file.flat is not None and state.why_unnamed is None:
-        count, path = len(optimizer.list_states(saved)), file.files[-1].path
+        count, path = len(forms.list_states(saved)), file.files[-1].path
         flat = flat_buffers.read_flat(
             file.flat, count, params, args, table, path, stage=rank.pp, sample=sample
         )
     if flat.frozen:  # no param group has them
         trained = [param for param in params if param.fqn not in flat.frozen]
-        state = optimizer.read(saved, trained, args, table, file.path, sample)
+        state = forms.read(saved, trained, args, table, file.path, sample)
     members = {fqn for group in state.groups for fqn in group.fqns}
     frozen = [
         param.fqn
         for param in params
         if members and state.why_unnamed is None and param.fqn not in members
     ]
-    state.notes += optimizer.note_frozen(frozen)
+    state.notes += forms.note_frozen(frozen)
     entries += flat.entries
     separated = grouped.separate([*entries, *state.entries], experts)
     return Manifest(

@@ -10,7 +10,7 @@ from reshard.core.manifest import Entry
 from reshard.formats.megatron import grid, names, order
 from reshard.formats.megatron.arguments import Arguments
 from reshard.formats.megatron.directory import GridPosition
-from reshard.formats.megatron.optimizer import RankParam
+from reshard.formats.megatron.optimizers.forms import RankParam
 from reshard.formats.megatron.share import (
     ChunkShare,
     ParameterIndex,

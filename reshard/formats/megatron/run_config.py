@@ -27,7 +27,7 @@ from reshard.core.schema import COUNT, expect, fields, mapping, maybe
 from reshard.errors import CorruptError, UnsupportedError
 from reshard.layouts.model_parallel.megatron_traits import OWN_BUILDER
 from reshard.state_dict import tree
-from reshard.state_dict.hyper_parameters import read_counter
+from reshard.state_dict.optimizers.hyper_parameters import read_counter
 from reshard.system.files import SourceFiles, read_small_file
 from reshard.units import round_up
 

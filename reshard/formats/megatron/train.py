@@ -16,7 +16,7 @@ from reshard.core.manifest import (
 )
 from reshard.formats.megatron import grouped
 from reshard.formats.megatron.arguments import Arguments
-from reshard.state_dict.optimizer_state import ParsedOptimizer
+from reshard.state_dict.optimizers.states import ParsedOptimizer
 from reshard.state_dict.own_values import keep_own_values
 from reshard.state_dict.plain_values import to_plain
 

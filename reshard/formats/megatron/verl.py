@@ -29,7 +29,8 @@ from reshard.core.schema import COUNT, expect, fields, mapping, maybe
 from reshard.errors import IncompleteError, UnsupportedError
 from reshard.formats.dcp import reader as dcp
 from reshard.formats.huggingface import reader as huggingface
-from reshard.formats.megatron import directory, dist_flat
+from reshard.formats.megatron import directory
+from reshard.formats.megatron.optimizers import dist_flat
 from reshard.formats.megatron.run_config import RENAMED
 from reshard.layouts.model_parallel.names import rename_from_hf
 from reshard.model import library

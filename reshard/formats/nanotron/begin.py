@@ -28,7 +28,7 @@ from reshard.layouts.model_parallel.forms import make_form
 from reshard.layouts.model_parallel.rules import add_user_rules, load_table
 from reshard.naming import tables
 from reshard.naming.options import NameOptions, Naming
-from reshard.state_dict.hyper_parameters import TensorNumber
+from reshard.state_dict.optimizers.hyper_parameters import TensorNumber
 from reshard.state_dict.torch_state_dict import build_hyper
 from reshard.training.state import Weight, WritableState
 

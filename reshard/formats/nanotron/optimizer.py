@@ -22,8 +22,8 @@ from reshard.core.schema import COUNT, TEXT, expect, fields, mapping, record, se
 from reshard.errors import MIXED, CorruptError, IncompleteError
 from reshard.formats.nanotron.directory import CheckpointFiles, NamedFile
 from reshard.formats.nanotron.slices import RankPart
-from reshard.state_dict.hyper_parameters import read_hyper
-from reshard.state_dict.optimizer_state import ParsedOptimizer
+from reshard.state_dict.optimizers.hyper_parameters import read_hyper
+from reshard.state_dict.optimizers.states import ParsedOptimizer
 from reshard.state_dict.plain_values import to_plain
 from reshard.system.files import SourceFiles
 from reshard.system.threads import map_files

@@ -23,7 +23,7 @@ from reshard.layouts.mesh import MeshGrid, find_only_axis
 from reshard.layouts.tensor_parallel import TensorPlan
 from reshard.model import ModelShapes
 from reshard.state_dict import torch_state_dict
-from reshard.state_dict.optimizer_names import can_name_groups
+from reshard.state_dict.optimizers.numbering import can_name_groups
 from reshard.state_dict.slots import WholeSlots
 from reshard.training import copied_files, schedules, trainer_run
 from reshard.training.state import (

@@ -17,7 +17,7 @@ from reshard.formats.deepspeed.experts.layout import locate_rank
 from reshard.formats.deepspeed.train_state import ENGINE_KEYS
 from reshard.formats.deepspeed.write.objects import UNSCALED, complete_scaler, make_initial_scaler
 from reshard.layouts.model_parallel.sizes import ONE, Sizes
-from reshard.state_dict.hyper_parameters import build_tensors
+from reshard.state_dict.optimizers.hyper_parameters import build_tensors
 from reshard.state_dict.own_values import find_scheduler
 from reshard.state_dict.plain_values import is_plain
 from reshard.state_dict.torch_state_dict import refuse_lost_state

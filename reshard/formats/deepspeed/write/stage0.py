@@ -29,8 +29,9 @@ from reshard.formats.deepspeed.write.objects import (
     make_step_state,
 )
 from reshard.formats.deepspeed.write.spec import OutputSpec
-from reshard.state_dict import nested_slots, optimizer_names, torch_state_dict
-from reshard.state_dict.hyper_parameters import build_tensors
+from reshard.state_dict import torch_state_dict
+from reshard.state_dict.optimizers import nested_slots, numbering
+from reshard.state_dict.optimizers.hyper_parameters import build_tensors
 from reshard.training.state import TrainedGroup, TrainedParameter
 
 _CLIP = 1.0  # GRADIENT_CLIPPING_DEFAULT; FP16_Optimizer requires a value
@@ -126,4 +127,4 @@ def _is_order_recoverable(spec: OutputSpec) -> bool:
 
 def _can_name(candidates: Mapping[str, Index], groups: Sequence[TrainedGroup]) -> bool:
     by_shape = find_shape_sorted_groups(group.hyper for group in groups)
-    return optimizer_names.can_name_groups(candidates, groups, by_shape)
+    return numbering.can_name_groups(candidates, groups, by_shape)

@@ -39,7 +39,7 @@ from reshard.formats.deepspeed.write.objects import (
     make_step_state,
 )
 from reshard.formats.deepspeed.write.spec import OutputSpec
-from reshard.state_dict import nested_slots
+from reshard.state_dict.optimizers import nested_slots
 from reshard.training.state import TrainedGroup, TrainedParameter
 
 ALIGNMENT = 2  # nccl_start_alignment_factor

@@ -32,7 +32,7 @@ from reshard.formats.deepspeed.write.objects import (
 )
 from reshard.formats.deepspeed.write.spec import OutputSpec
 from reshard.layouts.partition import compute_equal_piece
-from reshard.state_dict import nested_slots
+from reshard.state_dict.optimizers import nested_slots
 from reshard.training.shared_scalars import copy_scalars
 from reshard.training.state import TrainedGroup, TrainedParameter
 

@@ -43,7 +43,7 @@ from reshard.formats.deepspeed.write.objects import (
 )
 from reshard.formats.deepspeed.write.spec import OutputSpec
 from reshard.formats.deepspeed.write.split_metadata import SplitMetadata
-from reshard.state_dict.hyper_parameters import build_tensors
+from reshard.state_dict.optimizers.hyper_parameters import build_tensors
 from reshard.training import optimizers
 from reshard.training.state import TrainedParameter
 

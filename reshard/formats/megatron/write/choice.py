@@ -13,7 +13,7 @@ from reshard.core.manifest import Entry, find_main_dtype
 from reshard.errors import IncompleteError, UnsupportedError, UsageError
 from reshard.formats.megatron import names
 from reshard.formats.megatron.arguments import Arguments, has_own_configs
-from reshard.formats.megatron.optimizer import CHAINED
+from reshard.formats.megatron.optimizers.forms import CHAINED
 from reshard.formats.megatron.write import args as arguments
 from reshard.formats.megatron.write import groups, scheduler
 from reshard.formats.megatron.write.groups import Groups

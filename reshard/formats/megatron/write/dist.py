@@ -33,7 +33,7 @@ from reshard.core.manifest import Entry, Key, Skeleton
 from reshard.errors import UnsupportedError
 from reshard.formats.dcp import writer as dcp
 from reshard.formats.megatron.arguments import numbers_layers
-from reshard.formats.megatron.dist_flat import CHAIN
+from reshard.formats.megatron.optimizers.dist_flat import CHAIN
 from reshard.formats.megatron.rank_states import RNG
 from reshard.formats.megatron.train import SHARDING, STATE_SHARDING
 from reshard.formats.megatron.write import chain

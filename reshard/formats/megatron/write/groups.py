@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from reshard.errors import CorruptError, UnsupportedError, shown
-from reshard.formats.megatron.groups import is_of_muon
+from reshard.formats.megatron.optimizers.groups import is_of_muon
 from reshard.formats.target_options import Adam
 from reshard.training.state import TrainedGroup, TrainedParameter, WritableState
 from reshard.units import some

@@ -21,7 +21,7 @@ from reshard.core.manifest import Entry, Skeleton
 from reshard.errors import UnsupportedError
 from reshard.formats.megatron import arguments, names, order
 from reshard.formats.megatron import directory as directories
-from reshard.formats.megatron.buckets import Param, concatenate, make_buckets
+from reshard.formats.megatron.optimizers.buckets import Param, concatenate, make_buckets
 from reshard.formats.megatron.rank_states import RNG
 from reshard.formats.megatron.write import chain
 from reshard.formats.megatron.write.args import REDUCES_IN_FP32

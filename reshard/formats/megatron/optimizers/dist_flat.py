@@ -17,20 +17,13 @@ from reshard.core.chunks import Chunk
 from reshard.core.manifest import MASTER, PARAM, Entry, Manifest, Origin, index_entries
 from reshard.core.schema import COUNT, expect, sequence
 from reshard.errors import CorruptError
-from reshard.formats.megatron import (
-    buckets,
-    directory,
-    flat_buffers,
-    grid,
-    grouped,
-    model,
-    optimizer,
-)
+from reshard.formats.megatron import directory, grid, grouped, model
 from reshard.formats.megatron.arguments import Arguments
-from reshard.formats.megatron.buckets import Param
 from reshard.formats.megatron.directory import GridPosition
-from reshard.formats.megatron.frozen import Element, Sample, sample_block
-from reshard.formats.megatron.optimizer import RankParam
+from reshard.formats.megatron.optimizers import buckets, flat_buffers, forms
+from reshard.formats.megatron.optimizers.buckets import Param
+from reshard.formats.megatron.optimizers.forms import RankParam
+from reshard.formats.megatron.optimizers.frozen import Element, Sample, sample_block
 from reshard.formats.megatron.share import list_experts
 from reshard.layouts.model_parallel.rules import Table
 from reshard.layouts.partition import Member
@@ -60,7 +53,7 @@ def find_group_states(objects: Mapping[str, list[Any]], common: Any) -> list[Any
         match = _GROUP.fullmatch(chain[2]) if chain else None
         if chain and match and match[2] in ("optimizer", "grad_scaler"):
             states.setdefault(int(chain[1] or 0), {}).setdefault(match[2], objects[key][0])
-    shared = dict(enumerate(optimizer.list_states(common))) if common is not None else {}
+    shared = dict(enumerate(forms.list_states(common))) if common is not None else {}
     known = {**shared, **states}
     return [known[number] for number in sorted(known)]
 
@@ -135,8 +128,8 @@ class FlatBuffers:
                 " of the distributed optimizer are divided"
             )
         count = len(self._numbers)
-        known = len(optimizer.divide_params(count, (), self._args, self._table))
-        return optimizer.describe_long_chain(count, known) if count > known else ""
+        known = len(forms.divide_params(count, (), self._args, self._table))
+        return forms.describe_long_chain(count, known) if count > known else ""
 
     def read_entries(self) -> list[Entry]:
         """Return every slot of the whole model.
@@ -159,7 +152,7 @@ class FlatBuffers:
         params = model.list_params(rank, self._model, self._whole, self._args, self._table)
         params = [param for param in params if param.fqn not in self._named]
         numbers = self._numbers
-        shared = optimizer.divide_params(len(numbers), params, self._args, self._table)
+        shared = forms.divide_params(len(numbers), params, self._args, self._table)
         entries: list[Entry] = []
         for number, own in enumerate(shared):
             # A chain of optimizers ends with the experts'; a single one has all parameters.
@@ -255,7 +248,7 @@ class FlatBuffers:
         sample: Sample,
     ) -> Sequence[Param]:
         """Return the parameters that a buffer holds, if its values tell; else all of them."""
-        masters = next((slots[slot] for slot in slots if optimizer.get_kind(slot) == MASTER), {})
+        masters = next((slots[slot] for slot in slots if forms.get_kind(slot) == MASTER), {})
         pieces = [
             [(piece.box.origin[0], piece) for piece in masters[index].chunks]
             for index in sorted(masters)

@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from reshard.state_dict.optimizer_names import AmbiguousError, name_divided, name_groups
+from reshard.state_dict.optimizers.numbering import AmbiguousError, name_divided, name_groups
 
 MODEL = {"embed": (9, 4), "q": (4, 4), "o": (4, 4), "norm": (4,), "head": (9, 4)}
 

@@ -19,15 +19,20 @@ from reshard.core.box import Index
 from reshard.core.manifest import MASTER, Entry, ParamGroup, UnnamedOptimizer
 from reshard.core.schema import COUNT, expect, fields, mapping, maybe, sequence
 from reshard.errors import MIXED, CorruptError
-from reshard.formats.megatron import groups
 from reshard.formats.megatron.arguments import Arguments
-from reshard.formats.megatron.buckets import Param
-from reshard.formats.megatron.frozen import Ambiguous, ListedMasters, Sample, choose_trained
+from reshard.formats.megatron.optimizers import groups
+from reshard.formats.megatron.optimizers.buckets import Param
+from reshard.formats.megatron.optimizers.frozen import (
+    Ambiguous,
+    ListedMasters,
+    Sample,
+    choose_trained,
+)
 from reshard.layouts.model_parallel.rules import Table
 from reshard.state_dict.global_tensor import GlobalTensor
-from reshard.state_dict.hyper_parameters import read_counter, read_hyper
-from reshard.state_dict.optimizer_names import AmbiguousError, name_groups
-from reshard.state_dict.optimizer_state import MASTER_LISTS, ParsedOptimizer
+from reshard.state_dict.optimizers.hyper_parameters import read_counter, read_hyper
+from reshard.state_dict.optimizers.numbering import AmbiguousError, name_groups
+from reshard.state_dict.optimizers.states import MASTER_LISTS, ParsedOptimizer
 from reshard.state_dict.tree import as_global, as_list
 from reshard.system.files import SourceFiles
 from reshard.units import counted

@@ -19,10 +19,11 @@ from reshard.core.keys import remove_wrappers
 from reshard.core.manifest import MASTER, Entry, Keyed, ParamGroup, UnnamedOptimizer
 from reshard.errors import MIXED, CorruptError, UnsupportedError, shown
 from reshard.quantised import moments
-from reshard.state_dict import flat_params, nested_slots
+from reshard.state_dict import flat_params
 from reshard.state_dict.global_tensor import GlobalTensor
-from reshard.state_dict.hyper_parameters import read_counter, read_hyper
-from reshard.state_dict.optimizer_layouts import (
+from reshard.state_dict.optimizers import nested_slots
+from reshard.state_dict.optimizers.hyper_parameters import read_counter, read_hyper
+from reshard.state_dict.optimizers.layouts import (
     KnownParameters,
     Slots,
     WholeLayout,
@@ -30,7 +31,7 @@ from reshard.state_dict.optimizer_layouts import (
     infer_shape,
     select_tensors,
 )
-from reshard.state_dict.optimizer_names import AmbiguousError, may_be_divided_by_decay
+from reshard.state_dict.optimizers.numbering import AmbiguousError, may_be_divided_by_decay
 from reshard.state_dict.plain_values import to_plain
 from reshard.state_dict.tree import LocalTensors, as_global, as_list, is_tensor
 from reshard.system.files import SourceFiles

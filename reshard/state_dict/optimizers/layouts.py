@@ -17,9 +17,10 @@ from reshard.core.box import Box, Index
 from reshard.core.chunks import Chunk, find_boxes
 from reshard.core.manifest import Entry
 from reshard.errors import CorruptError
-from reshard.state_dict import flat_params, nested_slots
+from reshard.state_dict import flat_params
 from reshard.state_dict.flat_params import FlatUnit
-from reshard.state_dict.optimizer_names import (
+from reshard.state_dict.optimizers import nested_slots
+from reshard.state_dict.optimizers.numbering import (
     AmbiguousError,
     Signature,
     name_divided,

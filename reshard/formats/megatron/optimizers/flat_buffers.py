@@ -16,12 +16,23 @@ from typing import Any
 from reshard.core.chunks import Chunk
 from reshard.core.manifest import Entry
 from reshard.errors import MIXED, CorruptError
-from reshard.formats.megatron import buckets, names
+from reshard.formats.megatron import names
 from reshard.formats.megatron.arguments import Arguments
-from reshard.formats.megatron.buckets import Bucket, Param
 from reshard.formats.megatron.directory import OPTIMIZER
-from reshard.formats.megatron.frozen import Ambiguous, FlatMasters, Sample, choose_trained
-from reshard.formats.megatron.optimizer import MASTERS, RankParam, divide_params, get_kind
+from reshard.formats.megatron.optimizers import buckets
+from reshard.formats.megatron.optimizers.buckets import Bucket, Param
+from reshard.formats.megatron.optimizers.forms import (
+    MASTERS,
+    RankParam,
+    divide_params,
+    get_kind,
+)
+from reshard.formats.megatron.optimizers.frozen import (
+    Ambiguous,
+    FlatMasters,
+    Sample,
+    choose_trained,
+)
 from reshard.layouts.model_parallel.rules import Table
 from reshard.layouts.partition import Member, build_flat_chunks
 from reshard.state_dict.tree import as_global

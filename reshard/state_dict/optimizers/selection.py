@@ -13,9 +13,10 @@ from reshard.core.chunks import find_boxes
 from reshard.core.manifest import PARAM, Entry, UnnamedOptimizer
 from reshard.model import ModelShapes
 from reshard.model.weight_decay import divide_parameters
-from reshard.state_dict import flat_params, optimizer_state, sections
-from reshard.state_dict.optimizer_layouts import KnownParameters
-from reshard.state_dict.optimizer_state import ParsedOptimizer
+from reshard.state_dict import flat_params, sections
+from reshard.state_dict.optimizers import states
+from reshard.state_dict.optimizers.layouts import KnownParameters
+from reshard.state_dict.optimizers.states import ParsedOptimizer
 from reshard.state_dict.tree import ParsedTree, format_path
 from reshard.system.files import SourceFiles
 from reshard.units import some
@@ -47,7 +48,7 @@ def select_optimizers(
         known = replace(known, ordered=True, model=model.source, divisions=divisions)
     for path, value in parts.optimizers.items():
         optimizer = ParsedOptimizer()
-        count = optimizer_state.count_parameters(value)
+        count = states.count_parameters(value)
         owner = weights.get(str(path[-1])) if path and count == 1 else None
         assumptions = _list_assumptions(known, count, weights, model)
         if owner is not None:
@@ -56,7 +57,7 @@ def select_optimizers(
             alone = replace(known, shapes={owner.fqn: owner.shape}, ordered=True)
             assumptions = chain([alone], assumptions)
         for assumed in assumptions:
-            optimizer = optimizer_state.read(value, assumed, pool)
+            optimizer = states.read(value, assumed, pool)
             if optimizer.entries or any(group.fqns for group in optimizer.groups):
                 break
         read[path] = optimizer
@@ -155,9 +156,7 @@ def _select_own(
     notes = list(dict.fromkeys(note for path in lost for note in read[path].notes))
     shown = some(list(map(format_path, lost)))
     notes.append(f"optimizers that match no parameter are left out: {shown}")
-    stated = tuple(
-        format_path(path) for path in lost if optimizer_state.has_state(parts.optimizers[path])
-    )
+    stated = tuple(format_path(path) for path in lost if states.has_state(parts.optimizers[path]))
     why = next((read[path].why_unnamed for path in lost if read[path].why_unnamed), None)
     left = ParsedOptimizer(notes=notes, unnamed_optimizers=stated, why_unnamed=why)
     return [*fitting.values(), left]

@@ -16,7 +16,7 @@ from typing import NamedTuple, Protocol
 from reshard.containers.torch_objects import read_weight
 from reshard.core.box import Box, Index, index_of, whole
 from reshard.core.chunks import Chunk
-from reshard.formats.megatron.buckets import ALIGNMENT, Param
+from reshard.formats.megatron.optimizers.buckets import ALIGNMENT, Param
 from reshard.state_dict.global_tensor import GlobalTensor
 from reshard.system.files import SourceFiles
 from reshard.units import round_up
