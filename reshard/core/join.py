@@ -168,6 +168,7 @@ MANIFEST: Mapping[str, Combine] = {  # every field except the entries
     "trained_dtypes": _united,
     "placements": _united,
     "wrapped_names": _united,
+    "may_be_ddp": any,
     "unnamed_optimizers": _each_once,
     "unnamed": _first_given,
     "checkpoint_below": _first,  # set after the parts are joined

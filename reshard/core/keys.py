@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from reshard.core.manifest import Entry, Manifest, ParamGroup
 from reshard.errors import UsageError
 from reshard.options import Options, option
 
-# DDP and DeepSpeed, torch.compile, FSDP1, torch activation checkpointing, Lightning.
+# DDP, torch.compile, FSDP1, torch activation checkpointing, Lightning.
 WRAPPERS = frozenset(
     (
         "module",
@@ -20,6 +20,7 @@ WRAPPERS = frozenset(
         "_forward_module",
     )
 )
+_WITHOUT_DDP = WRAPPERS - {"module"}
 
 
 def remove_wrappers(fqn: str) -> str:
@@ -34,7 +35,7 @@ def remove_wrappers(fqn: str) -> str:
     return _strip(fqn, lambda _: True)
 
 
-def strip_wrappers(names: Iterable[str]) -> dict[str, str]:
+def strip_wrappers(names: Iterable[str], wrappers: Container[str] = WRAPPERS) -> dict[str, str]:
     """Return name -> name without wrappers, given all names of a model.
 
     DDP's ``module`` has no siblings: a ``module`` with siblings is a part of the model with that
@@ -56,12 +57,12 @@ def strip_wrappers(names: Iterable[str]) -> dict[str, str]:
 
     def bare(name: str) -> str:
         path = tuple(name.split("."))
-        return _strip(name, lambda depth: len(beside[path[:depth]]) == 1)
+        return _strip(name, lambda depth: len(beside[path[:depth]]) == 1, wrappers)
 
     return {name: bare(name) for name in names}
 
 
-def _strip(fqn: str, is_alone: Callable[[int], bool]) -> str:
+def _strip(fqn: str, is_alone: Callable[[int], bool], wrappers: Container[str] = WRAPPERS) -> str:
     """Return a name without wrapper components.
 
     DDP wraps a whole model or one of its named parts (the networks of a GAN). A ``module`` further
@@ -77,7 +78,7 @@ def _strip(fqn: str, is_alone: Callable[[int], bool]) -> str:
         is_part = part == "module" and (
             len(kept) > 1 or any(map(str.isdecimal, kept)) or not is_alone(depth)
         )
-        if is_part or part not in WRAPPERS:
+        if is_part or part not in wrappers:
             kept.append(part)
     return ".".join([*kept, leaf])
 
@@ -158,7 +159,8 @@ def edit(manifest: Manifest, edits: Edits) -> Edited:
     done = Edited(manifest)
     names: dict[str, str] = {}
     used: set[str] = set()
-    without = strip_wrappers(_collect_names(manifest)) if edits.strip_wrappers else {}
+    wrappers = WRAPPERS if manifest.may_be_ddp else _WITHOUT_DDP
+    without = strip_wrappers(_collect_names(manifest), wrappers) if edits.strip_wrappers else {}
 
     def new_name(fqn: str) -> str:
         if fqn not in names:

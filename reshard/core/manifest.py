@@ -279,6 +279,8 @@ class Manifest:
             that it cuts; None: it replicates. An axis without a name is called "".
         wrapped_names: fqn -> name with wrapper prefixes that the optimizer lists, where the two
             differ.
+        may_be_ddp: whether DDP may have wrapped the model. If not, a ``module`` in the names is a
+            part of the model.
         unnamed_optimizers: paths of optimizer states that no parameter name belongs to.
         unnamed: why the model's own optimizer has no names; None if it has, or there is none.
         checkpoint_below: path of the run's newest checkpoint, if only the run's model was read.
@@ -304,6 +306,7 @@ class Manifest:
     trained_dtypes: Mapping[str, DType] = field(default_factory=dict)
     placements: Mapping[str, Placement] = field(default_factory=dict)
     wrapped_names: Mapping[str, str] = field(default_factory=dict)
+    may_be_ddp: bool = True
     unnamed_optimizers: tuple[str, ...] = ()
     unnamed: UnnamedOptimizer | None = None
     checkpoint_below: str = ""

@@ -66,7 +66,7 @@ def test_every_field_has_a_rule():
 def test_what_either_part_holds_is_in_the_whole():
     whole = join([part("a"), part("b")])
     single = ("origin", "train", "ordered", "without_frozen", "keyed", "ordered_by_model")
-    single += ("quantisation", "unnamed", "checkpoint_below", "all_buffers_marked")
+    single += ("may_be_ddp", "quantisation", "unnamed", "checkpoint_below", "all_buffers_marked")
     for field in fields(Manifest):
         if field.name not in single:
             assert len(getattr(whole, field.name)) == 2, field.name

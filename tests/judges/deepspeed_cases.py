@@ -41,7 +41,8 @@ class Case:
     world: int
     config: Config
     kind: str = "train"  # train, moe, moe_refused, trainer, accelerate
-    # menagerie, menagerie_{tied,vector,wide,checkpointed,repeated,headed}, llama, llama_tied
+    # menagerie, menagerie_{tied,vector,wide,checkpointed,enclosed,repeated,headed}, llama,
+    # llama_tied
     model: str = "menagerie"
     groups: str = "one"  # see deepspeed_models.param_groups
     experts: tuple[tuple[int, int], ...] = ()  # (how many, over how many ranks) of each layer
@@ -136,6 +137,7 @@ def _stage_1_2() -> list[Case]:
         Case("z1_round_robin", 2, ds_config(1, "bf16", robin)),
         Case("z2_round_robin", 2, ds_config(2, "bf16", robin)),
         Case("z2_round_robin_groups_ws4", 4, ds_config(2, "fp32", robin), groups="decay"),
+        Case("z1_enclosed", 2, ds_config(1, "fp32"), model="menagerie_enclosed"),
         Case("z1_alignment", 2, ds_config(1, "fp32", {"parameter_alignment": True})),
         Case("z2_alignment", 2, ds_config(2, "bf16", {"parameter_alignment": True})),
         Case(
@@ -179,6 +181,7 @@ def _stage_3() -> list[Case]:
             model="menagerie_tied",
             zero_init=True,
         ),
+        Case("z3_enclosed", 2, ds_config(3, "bf16"), model="menagerie_enclosed"),
         Case("z3_repeated", 2, ds_config(3, "bf16"), model="menagerie_repeated"),
         Case("z3_ulysses_ws4", 4, ds_config(3, "bf16"), sequence=2),
         Case(

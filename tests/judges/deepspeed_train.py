@@ -87,6 +87,8 @@ def build_model(case: Case, config: dict[str, Any], seed: int = 7) -> nn.Module:
         model = models.Menagerie(tied=variant == "tied", scalar_shape=shape, hidden=hidden)
         if variant == "headed":
             return models.Headed(model)
+    if variant == "enclosed":
+        return models.Enclosing(model)
     if variant == "repeated":
         return models.repeated(model)
     return models.checkpointed(model) if variant == "checkpointed" else model

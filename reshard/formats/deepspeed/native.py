@@ -284,6 +284,7 @@ def _assemble(
         absent=_find_absent(first, entries, tied, warnings, without_frozen=without_frozen),
         trained_dtypes={name: tensor.dtype for name, tensor in first.module.items()},
         wrapped_names=first.wrapped_names,
+        may_be_ddp=False,
         warnings=tuple(warnings),
         unread=first.unread,
         unnamed=optimizer.unnamed,

@@ -100,6 +100,7 @@ def read(location: Location, rules: Path | None = None) -> Manifest:
         frozen=frozenset(e.fqn for e in entries if e.kind == PARAM and e.numel),
         trained_dtypes={name: tensor.dtype for name, tensor in module.items()},
         wrapped_names=model.wrapped_names,
+        may_be_ddp=False,
         warnings=(*_list_warnings(model), *ranks.notes),
         unread=model.unread,
         unknown_globals=trust.list_unknown(set().union(*(file.globals for file in files.values()))),
