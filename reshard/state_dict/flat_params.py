@@ -87,7 +87,7 @@ def resolve(
     rest = {key: value for key, value in state.items() if parse_prefix(key) is None}
     known = {**shapes, **(model.parameters if model else {})}
     origins = _ShardOrigins(flats)
-    views = {fqn: value for fqn, value in rest.items() if origins.contains(value)}
+    views = {fqn: value for fqn, value in rest.items() if origins.contains(value, fqn in known)}
     if views:
         ordered = {fqn: origins.sort_slices(view) for fqn, view in views.items()}
         return {**rest, **_resolve_views(ordered, known, where)}, []
@@ -160,12 +160,17 @@ class _ShardOrigins:
         shards = self._shards.get(chunk.file, ())
         return next((origin for a, b, origin in shards if a <= start and stop <= b), None)
 
-    def contains(self, value: Any) -> bool:
-        """Return whether ranks' plain 1-d tensors are slices of the flat shards in their files."""
+    def contains(self, value: Any, is_parameter: bool) -> bool:
+        """Return whether ranks' plain 1-d tensors are slices of the flat shards in their files.
+
+        Args:
+            is_parameter: whether the tensor is known to be a parameter. If it has no elements,
+                nothing else distinguishes it from a buffer.
+        """
         if not isinstance(value, LocalTensors) or any(len(shape) != 1 for shape in value.shapes()):
             return False
         slices = [chunk for chunk in value.pieces.values() if chunk.box.volume]
-        return all(self.find(chunk) is not None for chunk in slices)
+        return (is_parameter or bool(slices)) and all(self.find(c) is not None for c in slices)
 
     def sort_slices(self, view: LocalTensors) -> list[Chunk]:
         """Return a parameter's slices in the order of the shards that contain them."""

@@ -83,6 +83,7 @@ class Mlp(nn.Module):
         self.embed = nn.Embedding(VOCABULARY, 6)
         self.blocks = nn.ModuleList(Block() for _ in range(3))
         self.head = nn.Linear(6, 5)
+        self.register_buffer("unset", torch.empty(0))
         if frozen:
             self.blocks[-1].requires_grad_(requires_grad=False)
 
