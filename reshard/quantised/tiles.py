@@ -76,9 +76,11 @@ def _count_tile_rows(pair: QuantisedPair) -> int:
 
 
 def _build_chunk(matrix: Matrix, part: BlockPart) -> Chunk:
-    box, dtype = matrix.find_box(part, 0, matrix.pair.weight.rows), matrix.find_stored(part).dtype
-    strides = row_major(box.shape, dtype.itemsize)
-    return Chunk(box, Computed(matrix, part).name, 0, strides, dtype)
+    rows, dtype = matrix.pair.weight.rows, matrix.find_stored(part).dtype
+    box, tile = (matrix.find_box(part, 0, n) for n in (rows, min(matrix.tile_rows, rows)))
+    nbytes, tile_nbytes = box.volume * dtype.itemsize, tile.volume * dtype.itemsize
+    name = Computed(matrix, part, nbytes, tile_nbytes).name
+    return Chunk(box, name, 0, row_major(box.shape, dtype.itemsize), dtype)
 
 
 class KeptScales:
@@ -493,16 +495,8 @@ class Computed:
 
     matrix: Matrix
     part: BlockPart
-
-    @property
-    def nbytes(self) -> int:
-        """The size in bytes."""
-        return self._count_bytes(self.matrix.pair.weight.rows)
-
-    @property
-    def tile_nbytes(self) -> int:
-        """The size of a tile in bytes."""
-        return self._count_bytes(min(self.matrix.tile_rows, self.matrix.pair.weight.rows))
+    nbytes: int
+    tile_nbytes: int
 
     @property
     def files(self) -> tuple[str, ...]:
@@ -536,7 +530,3 @@ class Computed:
             CorruptError: a value is infinite or not a number.
         """
         self.matrix.compute(self.part, number * self.matrix.tile_rows, reader, into)
-
-    def _count_bytes(self, rows: int) -> int:
-        itemsize = self.matrix.find_stored(self.part).dtype.itemsize
-        return self.matrix.find_box(self.part, 0, rows).volume * itemsize
