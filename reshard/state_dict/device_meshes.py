@@ -15,6 +15,7 @@ from math import prod
 from typing import Any
 
 from reshard.containers.pickles.values import Call
+from reshard.containers.torch_objects import Tensor
 from reshard.core.box import Index, as_index, row_major
 from reshard.errors import shown
 
@@ -31,6 +32,7 @@ class DeviceMesh:
             file may state one outside the mesh.
         disordered: for each axis, the ranks along it if process groups have them in another
             order than the mesh, else none.
+        rank: of the process that saved it, and `world`, the number of all: None before torch 2.10.
     """
 
     device: str
@@ -38,6 +40,8 @@ class DeviceMesh:
     sizes: Index
     coordinate: Index | None
     disordered: tuple[Index, ...]
+    rank: int | None
+    world: int | None
 
 
 @lru_cache(maxsize=8)  # the tensors of a file share a few meshes
@@ -55,13 +59,15 @@ def read_device_mesh(call: Call) -> DeviceMesh:
             raise TypeError(f"{shown(coordinate)} is not a mesh coordinate")
         coordinate = tuple(coordinate)
     names = _get(call, "mesh_dim_names") or ("",)
-    device = _get(call, "device_type")
+    device, rank, ranks = _get(call, "device_type"), call.get("_rank"), call.get("_rank_map")
     return DeviceMesh(
         device if isinstance(device, str) else "",
         tuple(names) if all(isinstance(name, str) for name in names) else (),
         sizes,
         coordinate,
         tuple(_find_disordered(call, axes, coordinate)),
+        rank if type(rank) is int else None,
+        prod(ranks.shape) if isinstance(ranks, Tensor) else None,
     )
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 from math import prod
 from typing import Any
 
@@ -56,7 +57,7 @@ def describe_shards(file: TorchFile, call: Call) -> GlobalTensor | None:
             cuts = [_parse_placement(file, placement) for placement in spec.get("placements")]
             chunks = tuple(_read_dtensor(file, call, shape, dtype, cuts, mesh))
             dtype = moments.choose_dtype(chunks, dtype)
-            division = _describe_division(mesh.sizes, cuts)
+            division = _describe_division(mesh.sizes, tuple(cuts))
             return GlobalTensor(dtype, shape, chunks, mesh.device, _name_cuts(mesh, cuts), division)
         shards = tuple(_read_sharded_tensor(file, call, shape, dtype))
         division = f"in {len(call.state[1].get('shards_metadata'))} shards"
@@ -103,10 +104,10 @@ def read_saver(call: Call) -> Saver | None:
             needed = False  # a rank without elements has no block
         elif kind == _DTENSOR:
             spec = call.get("_spec")
-            mesh = spec.get("mesh")
-            rank, world = mesh.get("_rank"), prod(mesh.get("_rank_map").shape)
-            cuts = [placement.name.endswith("Shard") for placement in spec.get("placements")]
-            needed = all(cuts) and prod(read_device_mesh(mesh).sizes) == world
+            mesh = read_device_mesh(spec.get("mesh"))
+            rank, world = mesh.rank, mesh.world
+            needed = prod(mesh.sizes) == world
+            needed &= all(placement.name.endswith("Shard") for placement in spec.get("placements"))
         else:
             return None
     except (IndexError, KeyError, TypeError, ValueError, AttributeError):
@@ -193,7 +194,8 @@ def _name_cuts(mesh: DeviceMesh, cuts: Sequence[Cut | None]) -> Placement:
     return tuple(zip(mesh.names, dims, strict=True))
 
 
-def _describe_division(sizes: Sequence[int], cuts: Sequence[Cut | None]) -> str:
+@cache
+def _describe_division(sizes: Index, cuts: tuple[Cut | None, ...]) -> str:
     """Return the mesh of a DTensor and how it cuts the tensor as text, the same on all ranks."""
     placements = (f"Shard({cut.dim})" if cut else "Replicate()" for cut in cuts)
     return f"over a mesh of {'x'.join(map(str, sizes))} ranks by ({', '.join(placements)})"
