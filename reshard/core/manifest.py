@@ -279,8 +279,8 @@ class Manifest:
             that it cuts; None: it replicates. An axis without a name is called "".
         wrapped_names: fqn -> name with wrapper prefixes that the optimizer lists, where the two
             differ.
-        may_be_ddp: whether DDP may have wrapped the model. If not, a ``module`` in the names is a
-            part of the model.
+        may_be_ddp: whether DDP may have wrapped the model, or Lightning in the same way. If not, a
+            ``module`` in the names is a part of the model.
         unnamed_optimizers: paths of optimizer states that no parameter name belongs to.
         unnamed: why the model's own optimizer has no names; None if it has, or there is none.
         checkpoint_below: path of the run's newest checkpoint, if only the run's model was read.

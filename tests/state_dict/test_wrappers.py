@@ -90,6 +90,19 @@ def test_a_compiled_run_of_deepspeed_keeps_its_names(stage, tmp_path):
         assert not any("_orig_mod" in name for name in checkpoint)
 
 
+@pytest.mark.judge
+@pytest.mark.parametrize(("version", "is_wrapped"), [("1.7.7", True), ("2.6.0", False)])
+def test_lightning_1_wraps_the_model_for_deepspeed_as_for_ddp(version, is_wrapped, tmp_path):
+    run = renamed(RUNS[2], tmp_path / "run", lambda name: f"module.{name}", LISTED | {"module"})
+    for path in run.glob("*/*model_states.pt"):
+        states = torch.load(path, weights_only=False)
+        torch.save({**states, "pytorch-lightning_version": version}, path)
+    reshard.merge(RUNS[2], tmp_path / "plain.safetensors")
+    reshard.merge(run, tmp_path / "wrapped.safetensors")
+    plain, found = (load_file(tmp_path / f"{name}.safetensors") for name in ("plain", "wrapped"))
+    assert set(found) == {name if is_wrapped else f"module.{name}" for name in plain}
+
+
 def merged_names(names, tmp_path):
     save_file(
         {name: torch.full((2,), float(at)) for at, name in enumerate(names)},

@@ -284,7 +284,7 @@ def _assemble(
         absent=_find_absent(first, entries, tied, warnings, without_frozen=without_frozen),
         trained_dtypes={name: tensor.dtype for name, tensor in first.module.items()},
         wrapped_names=first.wrapped_names,
-        may_be_ddp=False,
+        may_be_ddp=_is_of_lightning_1(first),
         warnings=tuple(warnings),
         unread=first.unread,
         unnamed=optimizer.unnamed,
@@ -485,6 +485,11 @@ def _find_frozen(
         for entry in entries
         if entry.kind == PARAM and entry.fqn not in trained and entry.numel
     ) | frozenset(fqn for fqn, shape in declared if 0 not in shape)
+
+
+def _is_of_lightning_1(first: ModelStates) -> bool:
+    """Return whether Lightning wrapped the model as for DDP (1.7 ``overrides/base.py``)."""
+    return str(first.root.get("pytorch-lightning_version", "")).startswith("1.")
 
 
 def _find_absent(
