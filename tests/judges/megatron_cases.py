@@ -263,6 +263,15 @@ _ROWS = [
     Case("llama_distopt_tp2dp2", "llama", Grid(tp=2, dp=2), **EVERY),
     Case("llama_frozen_tp2", "llama", Grid(tp=2), frozen=(".mlp.", "output_layer")),
     Case("llama_frozen_tp2dp2", "llama", Grid(tp=2, dp=2), **SHARDED, frozen=(".mlp.",)),
+    # What is frozen has fewer elements than the gaps between the parameters in a buffer.
+    Case(
+        "latent_frozen_ep2dp2",
+        "latent_experts",
+        Grid(dp=2, ep=2),
+        **SHARDED,
+        vocabulary=8,
+        frozen=("embedding",),
+    ),
     Case("llama_remainders_dp2", "llama", Grid(dp=2), **SHARDED, adam="remainders"),
     Case("llama_bf16_grads_dp2", "llama", Grid(dp=2), **SHARDED, reduce_in_bf16=True),
     Case("llama_fp16_distopt_dp2", "llama", Grid(dp=2), "fp16", **SHARDED),

@@ -71,9 +71,13 @@ def read(location: Location, table: Table) -> Manifest:
     opened = map_files_by_key(directory.find_ranks(location, args), open_rank)
     _check_ranks(opened, args)
     offsets = _compute_offsets(opened, args)
-    ranks = {
-        rank: _read_rank(rank, file, args, table, offsets[rank.pp]) for rank, file in opened.items()
-    }
+    ranks: dict[GridPosition, Manifest] = {}
+    frozen: dict[tuple[int, int], frozenset[str]] = {}
+    # Only the first of the ranks with the same dense layers has the buffers of these.
+    for rank in sorted(opened, key=lambda rank: rank.ep):
+        known = frozen.get((rank.tp, rank.pp), frozenset())
+        ranks[rank] = _read_rank(rank, opened[rank], args, table, offsets[rank.pp], known)
+        frozen[rank.tp, rank.pp] = known | ranks[rank].frozen
     whole = grid.join_ranks(ranks, args, table)
     distributed = args.flag("use_distributed_optimizer")
     detail = "torch, distributed optimizer" if distributed else "torch"
@@ -299,9 +303,18 @@ def _add_empty_layers(found: Sequence[int], args: Arguments) -> list[int]:
 
 
 def _read_rank(
-    rank: GridPosition, file: RankFile, args: Arguments, table: Table, offsets: Sequence[int]
+    rank: GridPosition,
+    file: RankFile,
+    args: Arguments,
+    table: Table,
+    offsets: Sequence[int],
+    known_frozen: frozenset[str],
 ) -> Manifest:
-    """Return one rank's manifest: names of the whole model, shapes of the rank."""
+    """Return one rank's manifest: names of the whole model, shapes of the rank.
+
+    Args:
+        known_frozen: parameters that have no place in the buffers of another rank.
+    """
     experts = list_experts(rank.ep, args.ep, args.experts)
     entries: list[Entry] = []
     params: list[RankParam] = []
@@ -330,8 +343,9 @@ def _read_rank(
         flat = flat_buffers.read_flat(
             file.flat, count, params, args, table, path, stage=rank.pp, sample=sample
         )
-    if flat.frozen:  # no param group has them
-        trained = [param for param in params if param.fqn not in flat.frozen]
+    untrained = known_frozen.union(flat.frozen)
+    if untrained:  # no param group has them
+        trained = [param for param in params if param.fqn not in untrained]
         state = forms.read(saved, trained, args, table, file.path, sample)
     members = {fqn for group in state.groups for fqn in group.fqns}
     frozen = [

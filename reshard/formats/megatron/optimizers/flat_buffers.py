@@ -10,7 +10,6 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import accumulate
-from math import prod
 from typing import Any
 
 from reshard.core.chunks import Chunk
@@ -155,7 +154,8 @@ def leave_out_frozen(
         None if the buffer has room for all of them, or its values fit no parameters.
     """
     ends = [max((start + c.box.volume for start, c in pieces), default=0) for pieces in masters]
-    if not sum(ends) or sum(ends) >= sum(prod(param.shape) for param in members):
+    whole = {limit: _count_elements(members, limit) for limit in (size, None)}
+    if not sum(ends) or sum(ends) in whole.values():
         return None
     bases = accumulate(ends, initial=0)
     pieces = [
@@ -164,14 +164,19 @@ def leave_out_frozen(
         for start, chunk in bucket
     ]
     with SourceFiles() as files:
-        for limit in dict.fromkeys((size, None)):
+        for limit in (limit for limit, numel in whole.items() if sum(ends) < numel):
             # A buffer takes its parameters from the last to the first.
             backwards, masters_there = members[::-1], FlatMasters(limit, pieces, files)
             with suppress(Ambiguous):
                 trained = choose_trained(backwards, masters_there, sample)[::-1]
-                if buckets.concatenate(buckets.make_buckets(trained, limit))[1] == sum(ends):
+                if _count_elements(trained, limit) == sum(ends):
                     return trained
     return None
+
+
+def _count_elements(params: Sequence[Param], size: int | None) -> int:
+    """Return the elements of a buffer, with the gaps between parameters that are not aligned."""
+    return buckets.concatenate(buckets.make_buckets(params, size))[1]
 
 
 def refuse_unfilled_buffers(path: str, numbers: Iterable[Any], count: int) -> None:
@@ -218,7 +223,7 @@ class SmallBufferError(CorruptError):
 
 def make_layout_error(path: str, what: str, members: Sequence[Param], numel: int) -> CorruptError:
     """Return the error for flat elements that are not those of the parameters."""
-    expected = sum(prod(param.shape) for param in members)
+    expected = _count_elements(members, None)
     is_small = numel < expected
     # Frozen parameters have no place in a buffer (``_ParamAndGradBuffer``).
     kind = SmallBufferError if is_small else CorruptError
