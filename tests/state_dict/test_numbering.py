@@ -19,6 +19,10 @@ def test_one_group_of_everything_is_the_models_order():
     assert named([list(MODEL.values())]) == [list(MODEL)]
 
 
+def test_a_group_without_members_changes_nothing():
+    assert named([[], [(9, 4), None, (4, 4), None, (9, 4)]]) == [[], list(MODEL)]
+
+
 def test_members_without_state_are_named_by_their_place():
     assert named([[(9, 4), None, (4, 4), None, (9, 4)]]) == [list(MODEL)]
 

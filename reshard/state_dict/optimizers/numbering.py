@@ -77,10 +77,10 @@ def name_groups(
     """
     if not ordered:
         _refuse_alike(candidates, groups)
-    elif len(groups) == 1 and not by_shape:
-        names = _match_in_order(candidates, groups[0])
+    elif sum(map(bool, groups)) == 1 and not by_shape:  # groups without members change nothing
+        names = _match_in_order(candidates, next(filter(None, groups)))
         if names:
-            return [[*names]]
+            return [[*names] if group else [] for group in groups]
     return _match_by_signature(candidates, groups, by_shape)
 
 
