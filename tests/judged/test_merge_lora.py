@@ -228,6 +228,16 @@ def test_experts_are_stacked(sizes, made, tmp_path):
     torch.testing.assert_close(models.compute_logits(loaded), live, rtol=1e-4, atol=1e-5)
 
 
+def test_parameters_are_named_without_their_module(made, tmp_path):
+    """PEFT writes these names for the experts of Mixtral if the program asks for all-linear."""
+    names = [name.rpartition(".")[2] for name in EXPERTS]
+    form = {"r": 2, "target_modules": ["q_proj"], "target_parameters": names}
+    base, adapter, adapted = made(qwen3_moe(), form)
+    got, report = merged(adapter, base, tmp_path / "out", names="module")
+    assert report.adapter["merged"] == 6
+    assert_close(got, adapted)
+
+
 @pytest.mark.parametrize(("case", "source", "name", "place"), SHARDED_ADAPTERS)
 def test_out_of_shards(case, source, name, place, library_case, tmp_path):
     """PEFT merges the same fp32 values; its own files have the dtype of training."""

@@ -250,6 +250,8 @@ def _find_wrong_targets(values: Mapping[str, Any], parts: Sequence[AdapterPart])
     targets, others = values.get("target_modules"), values.get("target_parameters") or ()
     if isinstance(targets, str) or isinstance(others, str):
         return  # a regular expression, or all-linear
+    if any("." not in each for each in others):
+        return  # a parameter of this name in any module
     named = {*(targets or ()), *(each.rpartition(".")[0] for each in others)}
     layers = dict.fromkeys(each.layer for each in parts if each.role in TRAINED and each.layer)
     if values.get("ensure_weight_tying"):  # PEFT adapts the layers that are tied to a target, too
