@@ -56,6 +56,7 @@ class Metadata:
     paths: dict[str, tuple[Any, ...]] = field(default_factory=dict)  # key -> path in the state dict
     shapes: dict[str, Index] = field(default_factory=dict)  # of tensors stored in another shape
     globals: set[str] = field(default_factory=set)
+    files: set[str] = field(default_factory=set)  # all that are named, those of unused copies too
     version: str = ""
     directory: str = ""  # the one that the program saved to; empty if no file states it
 
@@ -99,6 +100,7 @@ def _add_file(found: Metadata, path: Path) -> None:
     found.directory = _parse_directory(root.get("storage_meta")) or found.directory
     try:
         stored = _parse_storage(path, root.get("storage_data") or {})
+        found.files |= {name for name, *_ in stored.values()}
         for key, about in root.get("state_dict_metadata").items():
             _add_item(found, path, key, about, stored)
         paths = {key: _parse_path(key, at) for key, at in (root.get("planner_data") or {}).items()}

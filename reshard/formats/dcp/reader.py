@@ -12,6 +12,7 @@ from typing import Any
 from reshard.core import counts
 from reshard.core.chunks import Chunk
 from reshard.core.location import Location, list_missing_ranks
+from reshard.core.manifest import SourceFile
 from reshard.errors import FETCH_MISSING, CorruptError, IncompleteError
 from reshard.formats.dcp import metadata
 from reshard.formats.dcp.directory import METADATA
@@ -22,7 +23,7 @@ from reshard.quantised import moments
 from reshard.state_dict import tree
 from reshard.state_dict.global_tensor import GlobalTensor
 from reshard.state_dict.tree import ParsedTree
-from reshard.system.files import SourceFiles
+from reshard.system.files import SourceFiles, get_size
 
 _RANK_METADATA = re.compile(r"__(\d+)\.metadata")
 _MODELS, _OPTIMIZERS = ("model", "state_dict"), ("optim", "optimizer")  # usual first parts of keys
@@ -88,23 +89,36 @@ def _read_stored(location: Location) -> tuple[Metadata, ParsedTree]:
     parsed = ParsedTree(
         root=leaves,
         where=str(location),
-        files=items.list_sources(),
+        files={**_list_copies(location, about.files - used), **items.list_sources()},
         world=len({match[1] for name in used if (match := _DATA.fullmatch(name))}) or 1,
         globals=items.globals | about.globals,
         plain_is_buffer=False,
         directory=about.directory,
-        notes=_describe_stale(location, used),
+        notes=_describe_stale(location, about.files),
     )
     return about, parsed
 
 
-def _describe_stale(location: Location, used: set[str]) -> list[str]:
-    """Return notes about files that do not belong to the save."""
+def _list_copies(location: Location, names: set[str]) -> dict[str, SourceFile]:
+    """Return the existing files of these names, which contain copies that are not read.
+
+    With ``use_collectives=False``, every rank stores its own copy of an object.
+    """
+    paths = [location.files[name] for name in sorted(names) if name in location.files]
+    return {str(path): SourceFile(str(path), get_size(path)) for path in paths}
+
+
+def _describe_stale(location: Location, named: set[str]) -> list[str]:
+    """Return notes about files that do not belong to the save.
+
+    Args:
+        named: the files that the metadata name.
+    """
     # A rank that had nothing to save leaves an empty file, which no metadata names.
     rest = [
         name
         for name, path in location.files.items()
-        if name.endswith(".distcp") and name not in used and path.stat().st_size
+        if name.endswith(".distcp") and name not in named and path.stat().st_size
     ]
     shown = ", ".join(rest[:_LISTED])
     return [f"this directory also contains files of another save: {shown}"] if rest else []
