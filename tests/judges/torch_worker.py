@@ -1,16 +1,18 @@
 """The worker process of ``torch_judge``: the same ranks make every case of a world size.
 
-A case: train three steps, ask PyTorch for the whole state, save.
+A case: train three steps, ask PyTorch for the whole state, save. Cases that differ only in what
+they save share one run.
 """
 
 from __future__ import annotations
 
 import contextlib
+import copy
 import functools
 import tempfile
 import warnings
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -69,13 +71,20 @@ State = dict[str, Any]
 
 @dataclass
 class Live:
-    """A rank's trained model and optimizer."""
+    """A rank's trained model and optimizer, which no case may change.
+
+    ``expected`` has the whole state, with the optimizer's (True) and without.
+    """
 
     case: Case
     model: nn.Module
     optimizer: torch.optim.Optimizer
     rank: int
     scheduler: Any = None
+    expected: dict[bool, State] = field(default_factory=dict)
+
+
+_RUNS: dict[tuple[Any, ...], Live] = {}
 
 
 # Training
@@ -97,6 +106,14 @@ class Setup:
     groups: str = "one"  # one, decay, units, named, named_decay
     optimizer: str = "adamw"
     cuda: bool = False  # the files name the GPU of each rank as where tensors lay
+
+
+def find_run(case: Case, rank: int) -> Live:
+    """Return the run of a case, trained by the first case that has this run."""
+    key = case.engine, case.build, Setup(**case.setup)
+    if key not in _RUNS:
+        _RUNS[key] = train(case, rank)
+    return replace(_RUNS[key], case=case)
 
 
 def train(case: Case, rank: int) -> Live:
@@ -281,6 +298,14 @@ GROUPS = {
 
 
 # The expected state
+
+
+def expect_state(live: Live) -> State:
+    """Return `read_state`, which is called once for each run."""
+    has_optimizer = live.case.moments is not None
+    if has_optimizer not in live.expected:
+        live.expected[has_optimizer] = read_state(live)
+    return live.expected[has_optimizer]
 
 
 def read_state(live: Live) -> State:
@@ -570,10 +595,11 @@ def compiled(live: Live, place: Path) -> None:
 
 
 def compiled_layers(live: Live, place: Path) -> None:
-    layers = live.model.llama.model.layers
+    model = copy.deepcopy(live.model)
+    layers = model.llama.model.layers
     for i, layer in enumerate(layers):
         layers[i] = torch.compile(layer)
-    one(live, place)
+    one(replace(live, model=model), place)
 
 
 def parameters(live: Live, place: Path) -> None:
@@ -595,7 +621,7 @@ def index(live: Live, place: Path) -> None:
 def several(live: Live, place: Path) -> State:
     """Save two models and their optimizers in one file, under the names that the case gives."""
     first, second, first_optimizer, second_optimizer = live.case.knobs["keys"]
-    other = train(replace(live.case, build="mlp"), 1)
+    other = find_run(replace(live.case, build="mlp"), live.rank)
     state = {
         first: live.model.state_dict(),
         second: other.model.state_dict(),
@@ -686,19 +712,19 @@ FILES = {
 
 
 def work(job: ranks.Job, rank: int) -> None:
-    """Train, ask PyTorch for the whole state, save; in a process group of its own."""
+    """Train, ask PyTorch for the whole state, save; in the process group of all cases."""
     case, ckpt = CASES[job.case], job.out / "ckpt"
     ckpt.mkdir(exist_ok=True)
-    ranks.join_group(job, rank)
-    live = train(case, rank)
-    told = read_state(live)
+    if not dist.is_initialized():
+        ranks.join_group(job, rank)
+    live = find_run(case, rank)
+    told = expect_state(live)
     renamed = Setup(**case.setup).cuda and not IS_GPU
     with named_cuda(rank) if renamed else contextlib.nullcontext():
-        told |= FILES[case.files](live, ckpt) or {}
+        told = told | (FILES[case.files](live, ckpt) or {})
     if rank == 0:
         torch.save(told, job.out / "expected.pt")
     dist.barrier()
-    dist.destroy_process_group()
 
 
 def silence(_jobs: list[ranks.Job]) -> dict[str, str]:
