@@ -8,25 +8,32 @@ from __future__ import annotations
 
 import ast
 import builtins
+import functools
 import re
 from pathlib import Path
 
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
-TREES = {
-    path.relative_to(ROOT): ast.parse(path.read_text())
-    for package in ("reshard", "trainer")
-    for path in sorted((ROOT / package).rglob("*.py"))
-    if path.name != "cli.py" and path.parent.name != "cli"  # whose docstrings --help shows
-}
 FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
 LINE = re.compile(r" {4}((?:\w+, )*\w+): ")  # what goes on in a further line is indented more
 
 
+@functools.cache
+def trees():
+    """Return every module's tree; the docstrings of a command line are shown by --help."""
+    return {
+        path.relative_to(ROOT): ast.parse(path.read_text())
+        for package in ("reshard", "trainer")
+        for path in sorted((ROOT / package).rglob("*.py"))
+        if path.name != "cli.py" and path.parent.name != "cli"
+    }
+
+
+@functools.cache
 def classes():
     """Return every class of both packages -> the names of its bases."""
-    nodes = [node for tree in TREES.values() for node in ast.walk(tree)]
+    nodes = [node for tree in trees().values() for node in ast.walk(tree)]
     return {
         node.name: [ast.unparse(base) for base in node.bases]
         for node in nodes
@@ -34,15 +41,14 @@ def classes():
     }
 
 
-BASES = classes()
-
-
 def family(name):
     """Return a class and all its bases."""
-    return {name}.union(*(family(base) for base in BASES.get(name, ())))
+    return {name}.union(*(family(base) for base in classes().get(name, ())))
 
 
-OURS = {name for name in BASES if family(name) & {"ReshardError", "TrainerError"}}
+@functools.cache
+def our_errors():
+    return {name for name in classes() if family(name) & {"ReshardError", "TrainerError"}}
 
 
 def functions(body, prefix=""):
@@ -54,14 +60,23 @@ def functions(body, prefix=""):
             yield prefix + node.name, node
 
 
-ALL = {
-    f"{path}: {name}": node for path, tree in TREES.items() for name, node in functions(tree.body)
-}
-MAKERS = {
-    node.name: node.returns.id
-    for node in ALL.values()
-    if isinstance(node.returns, ast.Name) and node.returns.id in OURS
-}
+@functools.cache
+def all_functions():
+    return {
+        f"{path}: {name}": node
+        for path, tree in trees().items()
+        for name, node in functions(tree.body)
+    }
+
+
+@functools.cache
+def makers():
+    """Return the functions that make our errors -> which."""
+    return {
+        node.name: node.returns.id
+        for node in all_functions().values()
+        if isinstance(node.returns, ast.Name) and node.returns.id in our_errors()
+    }
 
 
 def inside(node):
@@ -77,8 +92,8 @@ def raised(function):
     for node in inside(function):
         if isinstance(node, ast.Raise) and isinstance(node.exc, ast.Call):
             name = ast.unparse(node.exc.func).rpartition(".")[2]
-            name = MAKERS.get(name, name)
-            if name in OURS:
+            name = makers().get(name, name)
+            if name in our_errors():
                 yield name
 
 
@@ -96,7 +111,7 @@ def is_public(place):
 def test_public_functions_document_what_they_raise():
     lacking = {
         f"{place}: {name}"
-        for place, function in ALL.items()
+        for place, function in all_functions().items()
         if is_public(place)
         for name in raised(function)
         if family(name).isdisjoint(documented(function))
@@ -105,10 +120,10 @@ def test_public_functions_document_what_they_raise():
 
 
 def test_what_is_documented_can_be_raised():
-    known = {name for name in BASES if "Exception" in family(name)} | vars(builtins).keys()
+    known = {name for name in classes() if "Exception" in family(name)} | vars(builtins).keys()
     unknown = {
         f"{place}: {name}"
-        for place, function in ALL.items()
+        for place, function in all_functions().items()
         for name in documented(function)
         if name not in known
     }
@@ -136,9 +151,9 @@ class Thing:
     assert documented(hidden) == []
     assert documented(told) == ["UnsupportedError", "ReshardError"]
     assert family("StaleError") >= {"StaleError", "CorruptError", "ReshardError"}
-    assert MAKERS["build_disk_error"] == "ReshardError"
+    assert makers()["build_disk_error"] == "ReshardError"
 
 
 @pytest.mark.parametrize("name", ["ReshardError", "TrainerError", "CheckpointError", "StaleError"])
 def test_the_errors_are_found(name):
-    assert name in OURS
+    assert name in our_errors()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import importlib
 import os
 import re
@@ -46,6 +47,7 @@ LAYERS = (
 RANK = {name: rank for rank, names in enumerate(LAYERS) for name in names}
 
 
+@functools.cache
 def modules(package):
     """Dotted module name -> its syntax tree."""
     return {
@@ -91,7 +93,6 @@ def _at_import(tree):
         waiting += ast.iter_child_nodes(node)
 
 
-RESHARD = modules("reshard")
 COMPILED = compiled_modules()
 
 
@@ -103,14 +104,14 @@ def layer(module):
 def edges():
     return [
         (module, target)
-        for module, tree in RESHARD.items()
-        for target in imported(tree, RESHARD)
+        for module, tree in modules("reshard").items()
+        for target in imported(tree, modules("reshard"))
         if target.split(".")[0] == "reshard" and target not in COMPILED
     ]
 
 
 def test_every_module_has_a_layer():
-    assert {layer(module) for module in RESHARD} <= set(RANK)
+    assert {layer(module) for module in modules("reshard")} <= set(RANK)
 
 
 def test_layers_point_one_way():
@@ -142,7 +143,7 @@ def assert_no_cycle(modules, edges):
 
 
 def test_no_two_modules_import_each_other():
-    assert_no_cycle(RESHARD, edges())
+    assert_no_cycle(modules("reshard"), edges())
 
 
 @pytest.mark.parametrize(
@@ -169,7 +170,7 @@ def test_a_package_never_imports(importer, forbidden):
     def is_in(module, part):
         return f"{module}.".startswith(f"reshard.{part}.")
 
-    assert any(is_in(module, importer) for module in RESHARD)
+    assert any(is_in(module, importer) for module in modules("reshard"))
     crossed = {
         (a, b)
         for a, b in edges()
@@ -189,7 +190,7 @@ def test_reshard_and_trainer_do_not_depend_on_each_other():
     One module is a user of reshard like any other program: it resumes from the files of others,
     and imports reshard only when it is asked to.
     """
-    targets = {t.split(".")[0] for tree in RESHARD.values() for t in imported(tree)}
+    targets = {t.split(".")[0] for tree in modules("reshard").values() for t in imported(tree)}
     assert "trainer" not in targets
     trainer = modules("trainer") if (ROOT / "trainer").is_dir() else {}
 
@@ -226,7 +227,7 @@ WITH_NUMPY = (  # imported by functions only
 def test_nothing_heavy_is_imported_at_the_top_of_a_module():
     heavy = {
         (module, target)
-        for module, tree in RESHARD.items()
+        for module, tree in modules("reshard").items()
         for target in imported(tree, top_level=True)
         if target.split(".")[0] in HEAVY
         and layer(module) != "dcp"
@@ -259,13 +260,13 @@ def test_no_module_uses_pickle_or_runs_code():
     }
     used = {
         (module, target)
-        for module, tree in RESHARD.items()
+        for module, tree in modules("reshard").items()
         for target in imported(tree)
         if target.split(".")[0] in banned
     }
     calls = {
         (module, node.func.id)
-        for module, tree in RESHARD.items()
+        for module, tree in modules("reshard").items()
         for node in ast.walk(tree)
         if isinstance(node, ast.Call)
         and isinstance(node.func, ast.Name)
@@ -296,7 +297,7 @@ def test_only_one_module_makes_a_path_of_text():
     pure = ("name", "stem", "suffix")
     made = {
         module
-        for module, tree in RESHARD.items()
+        for module, tree in modules("reshard").items()
         if not module.startswith("reshard.testing.megatron.")
         for node in ast.walk(tree)
         for child in ast.iter_child_nodes(node)
@@ -424,7 +425,7 @@ def test_every_public_name_is_there_when_it_is_asked_for():
 @pytest.mark.parametrize("folder", ["benchmarks", "examples"])
 def test_what_runs_by_hand_asks_for_what_is_there(folder):
     """No other test and no type checker sees these imports, nor what is taken of such a module."""
-    known = {*RESHARD, *modules("trainer")}
+    known = {*modules("reshard"), *modules("trainer")}
     missing = []
     for path in sorted((ROOT / folder).rglob("*.py")):
         tree, held = ast.parse(path.read_text()), {}
@@ -466,7 +467,7 @@ def test_a_package_that_lists_its_modules_lists_all_of_them():
 def test_each_class_name_has_one_meaning():
     """A reader who knows a name from one module knows it in the others."""
     places = defaultdict(list)
-    for module, tree in RESHARD.items():
+    for module, tree in modules("reshard").items():
         for node in ast.walk(tree):
             if isinstance(node, ast.ClassDef):
                 places[node.name.lstrip("_")].append(module)
