@@ -16,6 +16,8 @@ from transformers import (
     FineGrainedFP8Config,
     GPT2Config,
     GPT2LMHeadModel,
+    GPTNeoXConfig,
+    GPTNeoXForCausalLM,
     Mxfp4Config,
     Qwen3MoeConfig,
     Qwen3MoeForCausalLM,
@@ -64,6 +66,19 @@ FORMS = {
 def gpt2():
     return GPT2LMHeadModel(
         GPT2Config(n_embd=24, n_layer=2, n_head=2, vocab_size=96, n_positions=32)
+    )
+
+
+def gpt_neox():
+    return GPTNeoXForCausalLM(
+        GPTNeoXConfig(
+            hidden_size=24,
+            intermediate_size=40,
+            num_hidden_layers=2,
+            num_attention_heads=2,
+            vocab_size=96,
+            tie_word_embeddings=False,
+        )
     )
 
 
@@ -224,6 +239,20 @@ def test_experts_are_stacked(sizes, made, tmp_path):
     got, report = merged(adapter, base, tmp_path / "out", names="module")
     assert report.adapter["merged"] == 6
     assert_close(got, adapted)
+    loaded = read_model(tmp_path / "out")
+    torch.testing.assert_close(models.compute_logits(loaded), live, rtol=1e-4, atol=1e-5)
+
+
+def test_a_head_that_files_call_otherwise_is_replaced(tmp_path):
+    """GPT-NeoX's head is lm_head in memory, and embed_out in files."""
+    model = models.draw(gpt_neox())
+    model.save_pretrained(tmp_path / "base")
+    form = {"r": 3, "target_modules": ["query_key_value"], "modules_to_save": ["lm_head"]}
+    adapted = adapt(model, form)
+    adapted.save_pretrained(tmp_path / "adapter")
+    live = models.compute_logits(adapted)
+    got, _ = merged(tmp_path / "adapter", tmp_path / "base", tmp_path / "out")
+    assert got.keys() == load_file(tmp_path / "base" / "model.safetensors").keys()
     loaded = read_model(tmp_path / "out")
     torch.testing.assert_close(models.compute_logits(loaded), live, rtol=1e-4, atol=1e-5)
 

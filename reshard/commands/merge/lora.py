@@ -98,18 +98,21 @@ def add_adapter(merge: Merge) -> Merge:
 def _choose_form(base: Manifest, companions: Companions, layers: Sequence[str]) -> Manifest:
     """Return the base under the names and shapes of the live model, if the adapter needs them.
 
-    Its files may have the experts one by one, or other prefixes.
+    Its files may have the experts one by one, other prefixes, or another name of the head. A base
+    that uses its embedding as the head has no head under any names.
     """
     config = companions.config
     if config is None or not library.may_be_converted(config):
         return base
-    if not base_names.list_missing(base, layers):
+    missing = base_names.list_missing(base, layers)
+    if not missing:
         return base
     try:
         form = published.choose_form(base, ModelConfig(config, companions.directory), "module")
     except (UsageError, UnsupportedError):
         return base  # `merge_adapter` names the layers that it lacks
-    return form.manifest
+    is_better = len(base_names.list_missing(form.manifest, layers)) < len(missing)
+    return form.manifest if is_better else base
 
 
 def _read_adapter(selected: Merge) -> Weights:

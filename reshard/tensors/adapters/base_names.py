@@ -58,11 +58,8 @@ def match_names(base: Manifest, layers: Iterable[str]) -> tuple[Manifest, str]:
 
 
 def list_missing(base: Manifest, layers: Iterable[str]) -> list[str]:
-    """Return the adapted layers that a base does not have under any of these names.
-
-    A head does not count: a base may use its embedding as the head.
-    """
-    wanted = [layer for layer in layers if layer.rpartition(".")[2] != "lm_head"]
+    """Return the adapted layers that a base does not have under any of these names."""
+    wanted = list(layers)
     try:
         base, prefix = match_names(base, wanted)
     except UsageError:
