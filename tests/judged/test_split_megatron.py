@@ -64,6 +64,7 @@ ROUTES = [
     Route("llama_mtp_distopt", Grid(tp=2, dp=2), to="torch_dist"),
     Route("moe_latent_tp2ep2", Grid(pp=2, dp=2, ep=2)),
     Route("moe_latent_tp2ep2", Grid(tp=2, sp=True), form="torch_dist", to="torch_dist"),
+    Route("moe_latent_tp2ep2", Grid(), to="torch_dist"),
     Route("llama_tp4", Grid(pp=2, first=1), options={"stage_layers": "1,3"}),
     Route("llama_odd_tp2", Grid(), options={"vocab_size": 101}),
     Route("llama_odd_tp2", Grid(tp=4), options={"vocab_size": 101}),

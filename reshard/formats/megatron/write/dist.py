@@ -47,7 +47,7 @@ from reshard.state_dict.torch_state_dict import Value
 _LAYERS = re.compile(r"((?:decoder|encoder)\.layers\.)\d+\.")
 _LOCAL_EXPERT = re.compile(r"\.local_experts\.\d+\.")
 _LINEAR = re.compile(
-    r"(.*(?:\.layers\.\d+\.(?:self_attention|mlp)|eh_proj|\.(?:in|out)_proj|linear_(?:qkv|proj|fc1|fc2|q_proj|(?:q|kv)_(?:down|up)_proj)))"
+    r"(.*(?:\.layers\.\d+\.(?:self_attention|mlp)|eh_proj|\.(?:in|out|fc1_latent|fc2_latent)_proj|linear_(?:qkv|proj|fc1|fc2|q_proj|(?:q|kv)_(?:down|up)_proj)))"
     r"\.(?:weight|bias)(?:\.\w+)?"
 )
 _OUTPUT_BIAS = "output_layer.bias"

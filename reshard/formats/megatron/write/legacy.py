@@ -31,7 +31,8 @@ from reshard.formats.megatron.write.ranks import LocalWeight, WriterRank, list_r
 
 CHECKPOINT_VERSION = 3.0
 _STATEFUL = re.compile(
-    r"linear_(?:qkv|proj|fc1|fc2|q_proj|(?:q|kv)_(?:down|up)_proj)$|\.(?:in|out)_proj$|^output_layer$"
+    r"linear_(?:qkv|proj|fc1|fc2|q_proj|(?:q|kv)_(?:down|up)_proj)$"
+    r"|\.(?:in|out|fc1_latent|fc2_latent)_proj$|^output_layer$"
 )
 _INPUT = re.compile(r"\.(?:linear_qkv|linear_kv_up_proj)$")  # of attention, whose core follows
 
