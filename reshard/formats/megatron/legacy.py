@@ -361,7 +361,7 @@ def _read_rank(
         entries=index_entries(grouped.reorder_heads(separated, file.version, args)),
         files={each.path: each.source() for each in file.files} | _add_claims(rank, file, args),
         train=train.make_train_state(file.root, args, state, experts),
-        frozen=frozenset(frozen),
+        frozen=frozenset(n for fqn in frozen for n in grouped.name_separated(fqn, experts)),
         tied={second: name for chunk in file.chunks for second, name in chunk.tied.items()},
         warnings=tuple(state.notes),
         unnamed_optimizers=state.unnamed_optimizers,
