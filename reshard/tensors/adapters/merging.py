@@ -130,7 +130,7 @@ def merge_adapter(
 def list_layers(adapter: Iterable[Entry]) -> list[str]:
     """Return the names of the layers that an adapter changes, as its live model has them."""
     tensors = _sort_tensors(adapter)
-    return list({*tensors.layers, *tensors.redefined})
+    return [*dict.fromkeys((*tensors.layers, *tensors.redefined))]
 
 
 def _sort_tensors(adapter: Iterable[Entry]) -> _Tensors:
