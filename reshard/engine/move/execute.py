@@ -29,7 +29,7 @@ from reshard.system.files import SourceFiles
 from reshard.system.ranks.team import select_share
 from reshard.system.threads import parallel_for
 
-_LARGEST_BLOCK = 2 * BLOCK_BYTES  # for a computed tile, which would otherwise be copied
+_LARGEST_BLOCK = 4 * BLOCK_BYTES  # for a computed tile, which would otherwise be copied
 
 
 def execute(

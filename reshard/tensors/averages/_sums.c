@@ -175,10 +175,15 @@ static PyObject *average(PyObject *module, PyObject *args) {
     return is_right ? PyBool_FromLong(is_finite) : NULL;
 }
 
+static int do_overlap(const Py_buffer *one, const Py_buffer *other) {
+    uintptr_t first = (uintptr_t)one->buf, second = (uintptr_t)other->buf;
+    return first < second + other->len && second < first + one->len;
+}
+
 /* add(values, dtype, terms, sums, itemsize) -> how many finite sums became infinite; -1 if a sum is not finite
 
    The terms are float32, and so are the sums, or bfloat16 if the item size is 2. Sums may be written over values
-   and terms: their part is added first, in a buffer. */
+   and terms: each part is added in a buffer then. */
 static PyObject *add(PyObject *module, PyObject *args) {
     Py_buffer values, terms, sums;
     int letter;
@@ -190,13 +195,15 @@ static PyObject *add(PyObject *module, PyObject *args) {
                    sums.len == itemsize * count;
     if (is_right) {
         _Alignas(64) char made[4 * PART_ELEMENTS];
+        int overlap = do_overlap(&sums, &values) || do_overlap(&sums, &terms);
         Py_BEGIN_ALLOW_THREADS
         for (Py_ssize_t at = 0; at < count && overflowed >= 0; at += PART_ELEMENTS) {
             Py_ssize_t part = count - at < PART_ELEMENTS ? count - at : PART_ELEMENTS;
+            char *into = (char *)sums.buf + itemsize * at;
             Py_ssize_t found = DTYPES[dtype].add_terms((char *)values.buf + size * at, (char *)terms.buf + 4 * at,
-                                                       made, part, itemsize);
+                                                       overlap ? made : into, part, itemsize);
             overflowed = found < 0 ? -1 : overflowed + found;
-            memcpy((char *)sums.buf + itemsize * at, made, itemsize * part);
+            if (overlap) memcpy(into, made, itemsize * part);
         }
         Py_END_ALLOW_THREADS
     } else {
