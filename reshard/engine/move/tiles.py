@@ -12,7 +12,7 @@ from reshard.core.dtypes import DType
 from reshard.core.manifest import Entry
 from reshard.engine.move.fill import Filler
 from reshard.engine.planning.copies import Copy, CopyPlanner
-from reshard.system.derived import Reader
+from reshard.system.derived import Computation, Reader
 from reshard.system.files import SourceFiles
 
 T = TypeVar("T")
@@ -20,20 +20,12 @@ T = TypeVar("T")
 _PLANNERS = 8  # a tile is computed from a few tensors
 
 
-class Tiled(Protocol):
-    """A computation that computes whole tiles only.
+class Tiled(Computation, Protocol):
+    """A computation that computes whole tiles only; the last one may be smaller.
 
     A tile is computed in one way, whatever is read of it, so its bits depend neither on the window
     that needs it nor on the number of workers.
     """
-
-    @property
-    def nbytes(self) -> int:
-        """The size of all tiles in bytes."""
-
-    @property
-    def tile_nbytes(self) -> int:
-        """The size of a tile in bytes; the last one may be smaller."""
 
     def compute(self, number: int, reader: TileReader, into: memoryview) -> None:
         """Fill ``into`` with the bytes of a tile."""
@@ -125,9 +117,7 @@ class TileReader:
         """Return a tile, which is kept: the next read may begin where this one ends in it."""
         tile = memoryview(self.keep("tile", size, lambda: bytearray(size)))
         if self._last is None or self._last[0] is not tiled or self._last[1] != number:
-            self._last = (
-                None  # the memory of the last tile counts no longer, also if this one fails
-            )
+            self._last = None  # this tile overwrites the memory of the last one, also if it fails
             tiled.compute(number, self, tile)
             self._last = tiled, number
         return tile

@@ -94,7 +94,7 @@ class MergedWeight:
 
     Args:
         base: the base model's tensor.
-        dtype: the dtype in which it is read: its own if `average` takes it, or float32.
+        dtype: the dtype in which it is read: its own if `add` takes it, or float32.
         product: what is added to it.
         lead: index of the expert in the first dim; empty for a tensor without experts.
         shape: the shape of the matrix; dims after the first one count as one.
