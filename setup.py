@@ -27,6 +27,7 @@ setup(
             ("engine.move", "_cast"),
             ("quantised", "_codes"),
             ("system", "_reads"),
+            ("tensors.adapters", "_arithmetic"),
             ("tensors.averages", "_sums"),
         )
     ],

@@ -57,7 +57,7 @@ def run_writer(
     from reshard.system.ranks import torchrun
 
     # Its threads would do nothing but wait, which takes time at the import of numpy: reshard has
-    # threads of its own, and its matrix products are too small for those of OpenBLAS.
+    # threads of its own, and no matrix products for those of OpenBLAS.
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
     try:
         with torchrun.join_team() as team:

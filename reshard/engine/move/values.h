@@ -64,6 +64,20 @@ static inline uint32_t from_float16(uint16_t bits) {
 /* The conversion of float32 in loops that a macro makes for every dtype. */
 #define AS_IS(bits) (bits)
 
+/* Loads of one value as float32. */
+#define LOADER(dtype, Stored, widen)                                       \
+    static inline float load_##dtype(const char *base, Py_ssize_t index) { \
+        Stored stored; /* copied, as buffers need not be aligned */        \
+        memcpy(&stored, base + sizeof stored * index, sizeof stored);      \
+        return float_of(widen(stored));                                    \
+    }
+
+/* clang-format off */
+LOADER(float32, uint32_t, AS_IS)
+LOADER(float16, uint16_t, from_float16)
+LOADER(bfloat16, uint16_t, from_bfloat16)
+/* clang-format on */
+
 /* How many finite values a cast made infinite, and how many others it made zero. */
 typedef struct {
     uint32_t overflowed, flushed;

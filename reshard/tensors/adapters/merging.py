@@ -22,7 +22,7 @@ from reshard.model.adapter_names import IN, MAGNITUDE, OUT, SINGULAR, TOKENS, pa
 from reshard.tensors.adapters import base_names, layouts, settings
 from reshard.tensors.adapters.config import AdapterConfig
 from reshard.tensors.adapters.layouts import Fit
-from reshard.tensors.adapters.product import Order, Product, add_product
+from reshard.tensors.adapters.product import Order, Product, merge_product
 from reshard.tensors.weights import find_head_name
 from reshard.training.companion_files import is_embedding
 
@@ -313,7 +313,7 @@ class _Merger:
             raise UnsupportedError(
                 fqn, "has both trained tokens and a LoRA product, but PEFT allows only one of them"
             )
-        self._entries[fqn] = add_product(self._entries[fqn], product)
+        self._entries[fqn] = merge_product(self._entries[fqn], product)
         self._merged.products[fqn] = product
 
     def _add_bias(self, weight: str, product: Product) -> None:

@@ -1,16 +1,14 @@
 """Weights with a LoRA product added: ``W + scale * left @ right``, computed tile by tile in fp32.
 
-A tile is a block of whole rows. Its product is summed in steps of `_DEPTH` along the rank, in
-order, by matrix products of a fixed size. They are so small that OpenBLAS computes each of them
-with one thread (interface/gemm.c: up to 2**18 multiplications), so the bits do not depend on the
-number of BLAS threads either: with more threads, OpenBLAS 0.3.31 sums in another order.
+A tile is a block of whole rows.
 """
 
 from __future__ import annotations
 
+from array import array
 from dataclasses import dataclass, replace
 from math import prod
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Literal
 
 from reshard.core.box import Box, Index, row_major, whole
 from reshard.core.chunks import Chunk
@@ -19,20 +17,12 @@ from reshard.core.manifest import Entry
 from reshard.engine.move.tiles import TileReader, find_reader
 from reshard.errors import CorruptError
 from reshard.system.derived import Derived, Reader, list_files
-from reshard.tensors.averages.sums import add
-
-if TYPE_CHECKING:
-    from numpy.typing import NDArray
-
-    Array = NDArray[Any]
+from reshard.tensors.adapters.arithmetic import add_product, set_row_lengths
 
 Order = Literal["out_in", "in_out"]
 """The order of the last dims of a weight: (out, in) as in nn.Linear, (in, out) as in Conv1D."""
 
 _TILE = 1 << 19  # elements; a window of 4 MiB holds two tiles
-_HEIGHT = 64  # rows of one matrix product
-_DEPTH = 64  # elements of the rank that one matrix product sums
-_MULTIPLICATIONS = 1 << 18  # of one matrix product; see above
 _SIZE = FLOAT32.itemsize
 
 
@@ -64,12 +54,12 @@ class Product:
     def nbytes(self) -> int:
         """The memory that a thread needs for the factors and for tiles, in bytes."""
         read = (self.a, self.b, self.magnitude, self.singular)
-        factors = 2 * sum(entry.numel for entry in read if entry)  # as stored, and scaled
-        # The base, the product, a tile that is read in parts, and a sum where numpy adds.
-        return _SIZE * (factors + 4 * _TILE)
+        factors = 2 * sum(entry.numel for entry in read if entry)  # as stored, and transposed
+        # The base, a tile that is read in parts, and the squares of DoRA.
+        return _SIZE * (factors + 3 * _TILE)
 
 
-def add_product(base: Entry, product: Product) -> Entry:
+def merge_product(base: Entry, product: Product) -> Entry:
     """Return an entry with the values of ``base`` and the product added; its chunks are computed.
 
     The dtype stays that of the base: the sum in fp32 is rounded once, to the dtype that is written.
@@ -175,19 +165,15 @@ class MergedWeight:
 
     def _compute(self, number: int, reader: TileReader, into: memoryview, dtype: DType) -> int:
         """Fill ``into`` with a tile in a dtype; return how many finite values became infinite."""
-        import numpy as np
-
         product, first = self.product, number * self.tile_rows
-        shape = min(self.tile_rows, self.shape[0] - first), self.columns
-        terms = reader.keep("terms", shape, lambda: np.empty((2, *shape), "<f4"))
-        rows = slice(first, first + shape[0])
-        self._read_base(reader, first, terms[0])
-        left, right = reader.keep("factors", self, lambda: self._load(reader))
-        overflowed = add_matrix_product(terms, self.dtype, left[rows], right, into, dtype)
-        if product.magnitude is not None:
-            tile = np.frombuffer(into, "<f4").reshape(shape)
-            set_row_lengths(tile, _read(reader, product.magnitude).reshape(-1)[rows], terms[1])
-            overflowed = 0 if np.isfinite(tile).all() else None
+        rows = min(self.tile_rows, self.shape[0] - first)
+        base = self._read_base(reader, first, rows)
+        left, right, rank = reader.keep("factors", self, lambda: self._load(reader))
+        width = rank * _SIZE
+        left = left[first * width : (first + rows) * width]
+        overflowed = add_product(base, self.dtype, left, right, rank, product.scale, into, dtype)
+        if overflowed is not None and product.magnitude is not None:
+            overflowed = self._set_lengths(reader, product.magnitude, first, rows, into)
         if overflowed is None:
             raise CorruptError(
                 product.layer,
@@ -196,31 +182,47 @@ class MergedWeight:
             )
         return overflowed
 
-    def _read_base(self, reader: TileReader, first: int, tile: Array) -> None:
-        """Read rows of the base into the end of a tile."""
+    def _read_base(self, reader: TileReader, first: int, rows: int) -> memoryview:
+        """Return rows of the base, in memory that the next tile uses again."""
         rest = self.shape[1:]
         origin = (*self.lead, first, *(0 for _ in rest))
-        box = Box(origin, (*(1 for _ in self.lead), len(tile), *rest))
-        nbytes = box.volume * self.dtype.itemsize
-        reader.read(self.base, box, self.dtype, tile.data.cast("B")[-nbytes:])
+        box = Box(origin, (*(1 for _ in self.lead), rows, *rest))
+        most = self.tile_rows * self.columns * self.dtype.itemsize
+        memory = memoryview(reader.keep("base", most, lambda: bytearray(most)))
+        memory = memory[: box.volume * self.dtype.itemsize]
+        reader.read(self.base, box, self.dtype, memory)
+        return memory
 
-    def _load(self, reader: TileReader) -> tuple[Array, Array]:
-        """Return the factors of this matrix: (rows, rank), which is scaled, and (rank, columns)."""
+    def _set_lengths(
+        self, reader: TileReader, magnitude: Entry, first: int, rows: int, tile: memoryview
+    ) -> int | None:
+        """Scale the rows of a tile to DoRA's lengths; return None if a value is not finite."""
         import numpy as np
 
+        lengths = np.frombuffer(_read(reader, magnitude), "<f4")[first : first + rows]
+        values = np.frombuffer(tile, "<f4").reshape(rows, self.columns)
+        return 0 if set_row_lengths(values, lengths) else None
+
+    def _load(self, reader: TileReader) -> tuple[memoryview, memoryview, int]:
+        """Return the factors of this matrix, (rows, rank) and (rank, columns), and their rank."""
         product, experts = self.product, self.product.experts
         b = reader.keep("b", product.b, lambda: _read(reader, product.b))
-        b = b.reshape(product.b.shape[0], -1)
         if product.a is None:  # a bias
-            return b * np.float32(product.scale), np.ones((1, 1), "<f4")
+            return b, memoryview(array("f", [1])).cast("B"), 1
         rank = product.a.shape[0] // experts
         expert = self.lead[0] if experts > 1 else 0
-        a = _read(reader, product.a, expert * rank, rank).reshape(rank, -1)
+        a = _read(reader, product.a, expert * rank, rank)
+        if experts == 1 and product.order == "out_in" and product.singular is None:
+            return b, a, rank
+        import numpy as np
+
+        right = np.frombuffer(a, "<f4").reshape(rank, -1)
         if product.singular is not None:
-            a = a * _read(reader, product.singular)
-        b = b[:, expert::experts]
-        left, right = (b, a) if product.order == "out_in" else (a.T, b.T)
-        return left * np.float32(product.scale), np.ascontiguousarray(right)
+            right = right * np.frombuffer(_read(reader, product.singular), "<f4")[:, None]
+        left = np.frombuffer(b, "<f4").reshape(-1, rank, experts)[..., expert]
+        if product.order == "in_out":
+            left, right = right.T, left.T
+        return memoryview(left.tobytes()), memoryview(right.tobytes()), rank
 
 
 def _choose_tile_rows(rows: int, columns: int) -> int:
@@ -230,84 +232,11 @@ def _choose_tile_rows(rows: int, columns: int) -> int:
     return max(-(-rows // equal), 1)
 
 
-def _read(reader: TileReader, entry: Entry, first: int = 0, rows: int | None = None) -> Array:
-    """Return a tensor in fp32, or some of its rows."""
-    import numpy as np
-
+def _read(reader: TileReader, entry: Entry, first: int = 0, rows: int | None = None) -> memoryview:
+    """Return the bytes of a tensor in fp32, or of some of its rows."""
     box = whole(entry.shape)
     if rows is not None:
         box = Box((first, *box.origin[1:]), (rows, *entry.shape[1:]))
-    values = np.empty(box.shape, "<f4")
-    reader.read(entry, box, FLOAT32, values.reshape(-1).data.cast("B"))
+    values = memoryview(bytearray(box.volume * _SIZE))
+    reader.read(entry, box, FLOAT32, values)
     return values
-
-
-def add_matrix_product(
-    terms: Array, dtype: DType, left: Array, right: Array, into: memoryview, sum_dtype: DType
-) -> int | None:
-    """Write the sum of a matrix and ``left @ right``, in float32 and then rounded.
-
-    Args:
-        terms: float32 memory for the matrix, whose values are at its end, and for the product.
-        dtype: the dtype of the values of the matrix.
-        left: the left factor.
-        right: the right factor.
-        into: the bytes to write.
-        sum_dtype: the dtype to write, float32 or bfloat16.
-
-    Returns:
-        How many finite sums became infinite when they were rounded; None if a sum is not finite.
-    """
-    (base, work), overflowed = terms, None
-    memory, depth = base.data.cast("B"), left.shape[1]
-    for start in range(0, depth, _DEPTH):
-        _multiply(left[:, start : start + _DEPTH], right[start : start + _DEPTH], work)
-        values = memory[base.nbytes - base.size * dtype.itemsize :]
-        is_last = start + _DEPTH >= depth
-        sums, made = (into, sum_dtype) if is_last else (memory, FLOAT32)
-        overflowed = add(values, dtype, work.data.cast("B"), sums, made)
-        dtype = FLOAT32
-    return overflowed
-
-
-def _multiply(left: Array, right: Array, into: Array) -> None:
-    """Write ``left @ right`` into ``into`` by matrix products of a fixed size."""
-    width = _MULTIPLICATIONS // (_HEIGHT * _round_up(left.shape[1]))
-    for rows, height in _cut(left.shape[0], _HEIGHT):
-        for columns, across in _cut(right.shape[1], width):
-            _multiply_blocks(left[rows], right[:, columns], into[rows, columns], height, across)
-
-
-def _multiply_blocks(left: Array, right: Array, into: Array, height: int, width: int) -> None:
-    """Multiply block by block; ``height`` and ``width`` divide the shape."""
-    import numpy as np
-
-    (rows, depth), columns = left.shape, right.shape[1]
-    down, across = rows // height, columns // width
-    np.matmul(
-        left.reshape(down, 1, height, depth),
-        right.reshape(depth, across, width).transpose(1, 0, 2)[None],
-        out=into.reshape(down, height, across, width).transpose(0, 2, 1, 3),
-    )
-
-
-def _cut(extent: int, step: int) -> list[tuple[slice, int]]:
-    """Return the part of an extent that ``step`` divides, and the rest, each with its step."""
-    even = extent - extent % step
-    parts = [(slice(0, even), step), (slice(even, extent), extent - even)]
-    return [part for part in parts if part[0].start < part[0].stop]
-
-
-def _round_up(number: int) -> int:
-    """Return the next power of two, at least 16."""
-    return max(16, 1 << (number - 1).bit_length())
-
-
-def set_row_lengths(rows: Array, lengths: Array, work: Array) -> None:
-    """Scale every row to a length; ``work`` has the shape of the rows."""
-    import numpy as np
-
-    np.multiply(rows, rows, out=work)
-    norms = np.sqrt(work.sum(axis=1, dtype=np.float64))
-    with np.errstate(divide="ignore", invalid="ignore"):  # `compute` refuses the result
-        rows *= (lengths / norms).astype("<f4")[:, None]

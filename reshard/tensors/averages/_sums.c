@@ -1,5 +1,4 @@
-/* Weighted sums, in float64, of float32, float16 and bfloat16 values, and their means in float32; sums of two
-   rows in float32.
+/* Weighted sums, in float64, of float32, float16 and bfloat16 values, and their means in float32.
 
    `reshard.tensors.averages.sums` computes the same bits with numpy where this module was not compiled. The
    compiler may not contract a product and a sum to one operation, which would round only once; it is
@@ -19,33 +18,8 @@ static inline double load_double(const char *base, Py_ssize_t index) {
     return value;
 }
 
-/* Write the sums of a row and of float32 terms, in float32 or bfloat16; return how many finite ones became
-   infinite as bfloat16, or -1 if one is not finite. The rest is undefined then, so NaN is not rounded on its own. */
-INLINED Py_ssize_t add_terms(float (*load)(const char *, Py_ssize_t), const char *row, const char *terms,
-                             char *sums, Py_ssize_t count, int itemsize) {
-    uint32_t special = 0, overflowed = 0;
-    for (Py_ssize_t i = 0; i < count; i++) {
-        float term;
-        memcpy(&term, terms + 4 * i, 4);
-        uint32_t bits = bits_of(load(row, i) + term), magnitude = magnitude_of(bits);
-        uint16_t half = (bits + 0x7FFF + (bits >> 16 & 1)) >> 16;
-        special |= magnitude >= 0x7F800000;
-        overflowed += (half & 0x7FFF) == 0x7F80;
-        if (itemsize == 2)
-            memcpy(sums + 2 * i, &half, 2);
-        else
-            memcpy(sums + 4 * i, &bits, 4);
-    }
-    return special ? -1 : itemsize == 2 ? (Py_ssize_t)overflowed : 0;
-}
-
-/* Loops that begin sums with the products of a row, add the products of a row, and add terms to a row. */
-#define ROW_LOOPS(dtype, Stored, widen)                                                                            \
-    static inline float load_##dtype(const char *base, Py_ssize_t index) {                                         \
-        Stored stored;                                                                                             \
-        memcpy(&stored, base + sizeof stored * index, sizeof stored);                                              \
-        return float_of(widen(stored));                                                                            \
-    }                                                                                                              \
+/* Loops that begin sums with the products of a row, and add the products of a row. */
+#define ROW_LOOPS(dtype)                                                                                           \
     VECTORIZED static void begin_with_##dtype(const char *row, char *sums, Py_ssize_t count, double factor) {      \
         for (Py_ssize_t i = 0; i < count; i++) {                                                                   \
             double sum = load_##dtype(row, i) * factor;                                                            \
@@ -57,31 +31,24 @@ INLINED Py_ssize_t add_terms(float (*load)(const char *, Py_ssize_t), const char
             double sum = load_double(sums, i) + load_##dtype(row, i) * factor;                                     \
             memcpy(sums + 8 * i, &sum, 8);                                                                         \
         }                                                                                                          \
-    }                                                                                                              \
-    VECTORIZED static Py_ssize_t add_terms_to_##dtype(const char *row, const char *terms, char *sums,              \
-                                                      Py_ssize_t count, Py_ssize_t itemsize) {                     \
-        return itemsize == 2 ? add_terms(load_##dtype, row, terms, sums, count, 2)                                 \
-                             : add_terms(load_##dtype, row, terms, sums, count, 4);                                \
     }
 
 /* clang-format off */
-ROW_LOOPS(float32, uint32_t, AS_IS)
-ROW_LOOPS(float16, uint16_t, from_float16)
-ROW_LOOPS(bfloat16, uint16_t, from_bfloat16)
+ROW_LOOPS(float32)
+ROW_LOOPS(float16)
+ROW_LOOPS(bfloat16)
 /* clang-format on */
 
 typedef void RowLoop(const char *row, char *sums, Py_ssize_t count, double factor);
-typedef Py_ssize_t TermLoop(const char *row, const char *terms, char *sums, Py_ssize_t count, Py_ssize_t itemsize);
 
 static const struct {
     char letter;
     int size;
     RowLoop *begin, *add;
-    TermLoop *add_terms;
 } DTYPES[] = {
-    {'f', 4, begin_with_float32, add_float32, add_terms_to_float32},
-    {'e', 2, begin_with_float16, add_float16, add_terms_to_float16},
-    {'b', 2, begin_with_bfloat16, add_bfloat16, add_terms_to_bfloat16},
+    {'f', 4, begin_with_float32, add_float32},
+    {'e', 2, begin_with_float16, add_float16},
+    {'b', 2, begin_with_bfloat16, add_bfloat16},
 };
 
 /* Return whether all means are finite. */
@@ -175,48 +142,8 @@ static PyObject *average(PyObject *module, PyObject *args) {
     return is_right ? PyBool_FromLong(is_finite) : NULL;
 }
 
-static int do_overlap(const Py_buffer *one, const Py_buffer *other) {
-    uintptr_t first = (uintptr_t)one->buf, second = (uintptr_t)other->buf;
-    return first < second + other->len && second < first + one->len;
-}
-
-/* add(values, dtype, terms, sums, itemsize) -> how many finite sums became infinite; -1 if a sum is not finite
-
-   The terms are float32, and so are the sums, or bfloat16 if the item size is 2. Sums may be written over values
-   and terms: each part is added in a buffer then. */
-static PyObject *add(PyObject *module, PyObject *args) {
-    Py_buffer values, terms, sums;
-    int letter;
-    Py_ssize_t itemsize, overflowed = 0;
-    if (!PyArg_ParseTuple(args, "y*Cy*w*n", &values, &letter, &terms, &sums, &itemsize)) return NULL;
-    size_t dtype = find_dtype((char)letter);
-    Py_ssize_t count = terms.len / 4, size = dtype < sizeof DTYPES / sizeof *DTYPES ? DTYPES[dtype].size : 0;
-    int is_right = size && (itemsize == 2 || itemsize == 4) && terms.len % 4 == 0 && values.len == size * count &&
-                   sums.len == itemsize * count;
-    if (is_right) {
-        _Alignas(64) char made[4 * PART_ELEMENTS];
-        int overlap = do_overlap(&sums, &values) || do_overlap(&sums, &terms);
-        Py_BEGIN_ALLOW_THREADS
-        for (Py_ssize_t at = 0; at < count && overflowed >= 0; at += PART_ELEMENTS) {
-            Py_ssize_t part = count - at < PART_ELEMENTS ? count - at : PART_ELEMENTS;
-            char *into = (char *)sums.buf + itemsize * at;
-            Py_ssize_t found = DTYPES[dtype].add_terms((char *)values.buf + size * at, (char *)terms.buf + 4 * at,
-                                                       overlap ? made : into, part, itemsize);
-            overflowed = found < 0 ? -1 : overflowed + found;
-            if (overlap) memcpy(into, made, itemsize * part);
-        }
-        Py_END_ALLOW_THREADS
-    } else {
-        PyErr_SetString(PyExc_ValueError, "the buffers do not have as many elements");
-    }
-    PyBuffer_Release(&values);
-    PyBuffer_Release(&terms);
-    PyBuffer_Release(&sums);
-    return is_right ? PyLong_FromSsize_t(overflowed) : NULL;
-}
-
 static PyMethodDef methods[] = {
-    {"average", average, METH_VARARGS, NULL}, {"add", add, METH_VARARGS, NULL}, {NULL, NULL, 0, NULL}};
+    {"average", average, METH_VARARGS, NULL}, {NULL, NULL, 0, NULL}};
 
 static struct PyModuleDef definition = {PyModuleDef_HEAD_INIT, "reshard.tensors.averages._sums", NULL, 0, methods,
                                         NULL, NULL, NULL, NULL};

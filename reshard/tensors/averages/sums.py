@@ -1,4 +1,4 @@
-"""Means and sums of rows of values: by the compiled module ``_sums``, if it is installed, or numpy.
+"""Means of rows of values: by the compiled module ``_sums``, if it is installed, or numpy.
 
 Both give the same bits: means are computed in float64, and a product and a sum are rounded one
 after the other. The compiled module needs no import of numpy.
@@ -9,11 +9,10 @@ from __future__ import annotations
 from array import array
 from collections.abc import Sequence
 
-from reshard.core.dtypes import BFLOAT16, FLOAT32, DType
-from reshard.system.compiled import find_compiled
+from reshard.core.dtypes import FLOAT32, DType
+from reshard.system.compiled import LETTERS, find_compiled
 
 _compiled = find_compiled("reshard.tensors.averages._sums")
-_LETTERS = {"float32": "f", "float16": "e", "bfloat16": "b"}  # dtypes that it reads
 
 
 def average(
@@ -38,7 +37,7 @@ def average(
         Whether all means are finite.
     """
     if _compiled is not None and dtype == FLOAT32:
-        letters = "".join([_LETTERS[each.name] for each in dtypes])
+        letters = "".join([LETTERS[each.name] for each in dtypes])
         return bool(_compiled.average(values, letters, array("d", factors), divisor, means))
     import numpy as np
 
@@ -53,38 +52,3 @@ def average(
             at += row.nbytes
         np.copyto(out, np.divide(sums, divisor, out=sums), casting="same_kind")
     return bool(np.isfinite(out).all())
-
-
-def add(
-    values: memoryview, dtype: DType, terms: memoryview, sums: memoryview, sum_dtype: DType
-) -> int | None:
-    """Write the sums of values and float32 terms, added in float32.
-
-    Args:
-        values: the bytes of the values.
-        dtype: their dtype: float32, float16 or bfloat16.
-        terms: the bytes of the terms.
-        sums: the bytes to write; they may be memory of the values or of the terms, if no value
-            lies before its sum.
-        sum_dtype: the dtype of the sums, float32 or bfloat16, to which they are rounded.
-
-    Returns:
-        How many finite sums became infinite when they were rounded; None if a sum is not finite.
-    """
-    if _compiled is not None:
-        overflowed = _compiled.add(values, _LETTERS[dtype.name], terms, sums, sum_dtype.itemsize)
-        return None if overflowed < 0 else int(overflowed)
-    import numpy as np
-
-    from reshard.engine.move.cast import as_numbers, cast, get_numpy_dtype
-
-    row = np.frombuffer(values, get_numpy_dtype(dtype, casting=True))
-    with np.errstate(over="ignore"):  # the caller learns of infinities
-        made = np.add(as_numbers(row, dtype), np.frombuffer(terms, "<f4"), dtype=np.float32)
-    if not np.isfinite(made).all():
-        return None
-    out = np.frombuffer(sums, get_numpy_dtype(sum_dtype, casting=True))
-    if sum_dtype == BFLOAT16:
-        return cast(made, out, FLOAT32, BFLOAT16, clamp=False)[0]
-    out[:] = made
-    return 0
