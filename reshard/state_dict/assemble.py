@@ -32,6 +32,7 @@ from reshard.errors import (
     UnsupportedError,
     UsageError,
 )
+from reshard.layouts.mesh import ROLES
 from reshard.model import ModelHint, ModelShapes
 from reshard.model.adapter_names import find_parts, find_trained_names
 from reshard.model.norm_buffers import find_norm_buffers
@@ -63,6 +64,10 @@ _OPEN_END = (
     "no file states how many ranks saved: there are shards of {}, and each tensor is taken to end"
     " with the last of them; --model config.json checks the shapes"
 )
+# Their programs save the model inside of DDP: Lightning 2.6 ``strategies/strategy.py``
+# (``lightning_module_state_dict``), Accelerate 1.15 ``accelerator.py`` (``prepare_model``),
+# transformers 5.24 ``trainer.py`` (``_save``). The others do not use DDP.
+_WITHOUT_DDP = ("lightning", "accelerate", "hf-trainer", "torchtitan", "verl")
 _COUNTER = re.compile(r"(global_?)?steps?|iterations?|last_epoch|_step_count|epoch")
 
 _WITH_ADAPTERS = (
@@ -136,6 +141,7 @@ def build_manifest(
         frozen=_find_frozen(train, all_entries, entries),
         trained_dtypes={fqn: entry.dtype for fqn, entry in entries.items()},
         placements={fqn: tensor.placement for fqn, tensor in weights.items() if tensor.placement},
+        may_be_ddp=not flats and _may_be_ddp(origin, weights.values()),
         warnings=(*warnings, *parsed.notes, *notes),
         unnamed_optimizers=tuple(path for one in read for path in one.unnamed_optimizers),
         unnamed=next((one.why_unnamed for one in read if one.why_unnamed), None),
@@ -147,6 +153,19 @@ def build_manifest(
         keyed=None if flats or units else states.find_keying(parts.optimizers.values()),
         ordered_by_model=by_model,
     )
+
+
+def _may_be_ddp(origin: Origin, weights: Iterable[GlobalTensor]) -> bool:
+    """Return whether DDP may have wrapped the model that was saved.
+
+    DDP cannot wrap a model whose parameters are DTensors on an axis that shards them. DCP does not
+    store axes, and may be Megatron FSDP's, whose wrapper has the name of DDP's.
+    """
+    is_lightning_1 = origin.versions.get("lightning", "").startswith("1.")  # see `native`
+    if origin.format in _WITHOUT_DDP and not is_lightning_1:
+        return False
+    sharded = {axis for tensor in weights for axis, dim in tensor.placement if dim is not None}
+    return all(ROLES.get(axis) == "tensor" for axis in sharded)
 
 
 def _name_as_trained(

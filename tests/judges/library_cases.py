@@ -127,7 +127,12 @@ def _accelerate() -> list[Case]:
             how={"type": "FULL"},
             factory="net_frozen",
         ),
-        fsdp("acc_fsdp2_sharded", "FSDP 2 SHARDED: DCP", how={"type": "SHARDED", "version": 2}),
+        fsdp(
+            "acc_fsdp2_sharded",
+            "FSDP 2 SHARDED: DCP, and a part of the model called module",
+            how={"type": "SHARDED", "version": 2},
+            factory="net_enclosed",
+        ),
         fsdp(
             "acc_fsdp2_sharded_tied_ws4",
             "FSDP 2 SHARDED at 4 ranks",
@@ -169,9 +174,10 @@ def _accelerate() -> list[Case]:
         Case(
             "acc_ddp",
             "accelerate",
-            "MULTI_CPU: model.safetensors with module. names, optimizer.bin by index",
+            "MULTI_CPU: model.safetensors with a part called module, optimizer.bin by index",
             how={"kind": "ddp"},
-            model=_named("net"),
+            factory="net_enclosed",
+            model=_named("net_enclosed"),
         ),
         Case(
             "acc_ddp_bin",
@@ -293,8 +299,9 @@ def _lightning() -> list[Case]:
         case("lit_fsdp_full", "FSDP 1: one file", how={"strategy": "fsdp", "type": "full"}),
         case(
             "lit_fsdp_sharded",
-            "FSDP 1: a directory, DCP and meta.pt",
+            "FSDP 1: a directory, DCP and meta.pt, and a part of the model called module",
             how={"strategy": "fsdp", "type": "sharded"},
+            factory="net_enclosed",
             model=None,
         ),
         case(

@@ -55,6 +55,24 @@ def net_frozen() -> Net:
     return Net(frozen=True)
 
 
+class Enclosing(nn.Module):
+    """A model whose only part has the name that DDP gives to the model that it wraps."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.module = inner
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        """Return the loss."""
+        loss: Tensor = self.module(input_ids)
+        return loss
+
+
+def net_enclosed() -> Enclosing:
+    """Return a model all of whose names begin with ``module.``."""
+    return Enclosing(Net())
+
+
 def llama() -> LlamaForCausalLM:
     """Return the pure transformers model."""
     return LlamaForCausalLM(llama_config(VOCAB))

@@ -13,6 +13,7 @@ from torch.distributed.fsdp import (
     StateDictType,
 )
 from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
 
 from tests.judges.models import ties
 
@@ -27,7 +28,7 @@ def clean(name: str) -> str:
     """Return a name as the unwrapped model has it."""
     for wrapper in WRAPPERS:
         name = name.replace(wrapper, "")
-    return name.removeprefix("module.")
+    return name
 
 
 def whole(tensor: Tensor) -> Tensor:
@@ -59,6 +60,8 @@ def read_state(
     ``fresh`` is the same model unwrapped, whatever its values are.
     """
     known = facts(fresh)
+    if isinstance(model, DistributedDataParallel):
+        model = model.module
     flat = any(isinstance(module, FullyShardedDataParallel) for module in model.modules())
     params = flat_params(model) if flat else whole_params(model)
     buffers = {clean(name): whole(value) for name, value in model.named_buffers()}
