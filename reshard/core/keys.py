@@ -20,7 +20,7 @@ WRAPPERS = frozenset(
         "_forward_module",
     )
 )
-_WITHOUT_DDP = WRAPPERS - {"module"}
+WITHOUT_DDP = WRAPPERS - {"module"}  # for a model that DDP has not wrapped
 
 
 def remove_wrappers(fqn: str) -> str:
@@ -159,7 +159,7 @@ def edit(manifest: Manifest, edits: Edits) -> Edited:
     done = Edited(manifest)
     names: dict[str, str] = {}
     used: set[str] = set()
-    wrappers = WRAPPERS if manifest.may_be_ddp else _WITHOUT_DDP
+    wrappers = WRAPPERS if manifest.may_be_ddp else WITHOUT_DDP
     without = strip_wrappers(_collect_names(manifest), wrappers) if edits.strip_wrappers else {}
 
     def new_name(fqn: str) -> str:

@@ -21,7 +21,7 @@ from reshard.commands.split.command import plan_split
 from reshard.commands.split.options import SplitOptions
 from reshard.commands.split.report import SplitReport
 from reshard.commands.unwritten import plan_unwritten
-from reshard.core.keys import strip_wrappers
+from reshard.core.keys import WITHOUT_DDP, strip_wrappers
 from reshard.core.manifest import Entry, Key, Manifest, ParamGroup, Skeleton, SourceFile
 from reshard.engine.move.on_demand import OnDemandFiles
 from reshard.engine.planning.planner import Plan
@@ -126,7 +126,7 @@ def name_groups(
     known = [[each for each in members if each.requires_grad] for members in params]
     if not all(known) or not all(each in names for members in known for each in members):
         return ()
-    bare = strip_wrappers(names.values())
+    bare = strip_wrappers(names.values(), WITHOUT_DDP)
     return tuple(
         ParamGroup(
             {key: value for key, value in group.items() if key not in ("params", "param_names")},

@@ -10,7 +10,7 @@ import re
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass, replace
 
-from reshard.core.keys import Edits, edit, remove_wrappers
+from reshard.core.keys import WITHOUT_DDP, Edits, edit, remove_wrappers, strip_wrappers
 from reshard.core.manifest import BUFFER, PARAM, WEIGHT_KINDS, Manifest
 
 
@@ -43,16 +43,31 @@ def use_live_names(
 
 
 def _change_prefix(manifest: Manifest, fqns: Collection[str]) -> tuple[Manifest, Prefix | None]:
-    """Return a state with the prefix that the names of a live model have, and the prefix."""
-    bare = edit(manifest, Edits()).manifest
-    stored = {entry.fqn for entry in bare.of_kind(*WEIGHT_KINDS)} | bare.tied.keys()
-    prefix = _find_prefix(stored, set(map(remove_wrappers, fqns)))
-    if prefix is None:
+    """Return a state with the prefix that the names of a live model have, and the prefix.
+
+    DDP does not wrap the live model, so that a ``module`` in its names is a part of it.
+    """
+    live = set(strip_wrappers(fqns, WITHOUT_DDP).values())
+    if not live:
         return manifest, None
-    # An empty name stays empty: a tensor without a name is an error of its own.
-    pattern = f"^(?!$){'' if prefix.is_added else re.escape(prefix.text)}"
-    rename = (pattern, prefix.text.replace("\\", r"\\") if prefix.is_added else "")
-    return edit(bare, Edits(rename=[rename])).manifest, prefix
+    unwrapped = replace(manifest, may_be_ddp=False)
+    for state in (unwrapped, manifest):
+        if live <= _list_names(edit(state, Edits()).manifest):
+            return state, None
+    for state in (unwrapped, manifest):
+        bare = replace(edit(state, Edits()).manifest, may_be_ddp=False)
+        prefix = _find_prefix(_list_names(bare), live)
+        if prefix is not None:
+            # An empty name stays empty: a tensor without a name is an error of its own.
+            pattern = f"^(?!$){'' if prefix.is_added else re.escape(prefix.text)}"
+            rename = (pattern, prefix.text.replace("\\", r"\\") if prefix.is_added else "")
+            return edit(bare, Edits(rename=[rename])).manifest, prefix
+    return manifest, None
+
+
+def _list_names(manifest: Manifest) -> set[str]:
+    """Return the names of all weights, tied ones too."""
+    return {entry.fqn for entry in manifest.of_kind(*WEIGHT_KINDS)} | manifest.tied.keys()
 
 
 def _mark_buffers(manifest: Manifest, fqns: Collection[str]) -> Manifest:
@@ -68,8 +83,6 @@ def _mark_buffers(manifest: Manifest, fqns: Collection[str]) -> Manifest:
 
 def _find_prefix(stored: Collection[str], live: set[str]) -> Prefix | None:
     """Return the prefix with which all names of the live model are stored, or None."""
-    if not live or live <= set(stored):
-        return None
     for prefix in _iterate_candidates(stored, min(live)):
         if live <= {prefix.apply(fqn) for fqn in stored}:
             return prefix

@@ -11,8 +11,11 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 import reshard
+from reshard import formats
 from reshard.commands.split.command import split
 from reshard.commands.split.options import SplitOptions
+from reshard.core.keys import Edits, edit
+from reshard.live.names import use_live_names
 
 RUNS = {
     2: Path(__file__).parents[1] / "data/deepspeed_0.8.3/z2_apexadam/run",
@@ -128,6 +131,24 @@ def test_a_module_inside_of_layers_is_a_part(parent, wrapper, tmp_path):
     """As in LeViT of transformers 5.23, whose residual layers have nothing else."""
     names = [f"{parent}.module.bias", f"{parent}.module.weight"]
     assert merged_names([wrapper + name for name in names], tmp_path) == names
+
+
+@pytest.mark.parametrize(
+    ("stored", "live"),
+    [
+        (["module.a", "module.b"], ["module.a", "module.b"]),
+        (["module.a", "module.b"], ["a", "b"]),
+        (["a", "b"], ["module.a", "module.b"]),
+        (["net.module.a", "net.module.b"], ["_orig_mod.net.module.a", "_orig_mod.net.module.b"]),
+        (["module.net.module.a"], ["model.module.net.module.a"]),
+        (["module.net.module.a"], ["net.module.a"]),
+    ],
+)
+def test_a_live_model_states_which_module_is_a_part_of_it(stored, live, tmp_path):
+    save_file({name: torch.ones(2) for name in stored}, tmp_path / "a.safetensors")
+    named, _ = use_live_names(formats.read(tmp_path / "a.safetensors"), live, ())
+    names = [entry.fqn for entry in edit(named, Edits()).manifest.entries.values()]
+    assert names == [name.removeprefix("_orig_mod.") for name in live]
 
 
 def test_averaged_weights_have_a_counter_beside(tmp_path):
