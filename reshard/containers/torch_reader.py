@@ -92,13 +92,13 @@ def read_archive(
     # Under ``set_crc32_options(False)`` torch writes CRC 0 for every member; no real CRC here is 0.
     checked = members.get(f"{root}version", member).crc32 != 0
     if members.get(f"{root}byteorder"):
-        order = members[f"{root}byteorder"].read(archive, checked=checked)
+        _, order = members[f"{root}byteorder"].read(archive, checked=checked)
         if order != b"little":
             raise UnsupportedError(path, f"contains {order!r}-endian tensors")
     if member.nbytes > MAX_PICKLE:
         raise CorruptError(path, f"its pickle has {member.nbytes} bytes, more than reshard reads")
-    data = member.read(archive, checked=checked)
-    start = archive.start + member.data_offset(archive)
+    start, data = member.read(archive, checked=checked)
+    start += archive.start
     parsed = (cache or PickleCache()).parse(data, path, builders or {}, start)
     file = TorchFile(
         path,

@@ -75,18 +75,19 @@ class ZipMember(NamedTuple):
             )
         return int(start)
 
-    def read(self, archive: Section, *, checked: bool) -> bytes:
-        """Return the member's bytes, compared with its CRC if ``checked``.
+    def read(self, archive: Section, *, checked: bool) -> tuple[int, bytes]:
+        """Return the byte at which the data begin, and the data, compared with the CRC if asked.
 
         Raises:
             CorruptError: the data do not match the CRC.
         """
-        data = archive.read(self.data_offset(archive), self.nbytes)
+        start = self.data_offset(archive)
+        data = archive.read(start, self.nbytes)
         if checked and crc32(data) != self.crc32:
             raise CorruptError(
                 archive.path, f"member {self.name!r} does not match its stored CRC-32", DAMAGED
             )
-        return data
+        return start, data
 
 
 def read_directory(archive: Section) -> dict[str, ZipMember]:

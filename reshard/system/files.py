@@ -7,6 +7,7 @@ import os
 import resource
 import threading
 from collections.abc import Iterable
+from functools import partial
 from itertools import groupby
 from operator import itemgetter
 from pathlib import Path
@@ -91,18 +92,9 @@ class OpenFiles:
         Raises:
             CorruptError, IncompleteError, ReshardError: as in `read_into`.
         """
-        # The reference keeps the descriptor open. Otherwise the system could give its number to a
-        # file that another thread opens.
-        descriptor = self.open(path)
-        try:
-            data = os.pread(descriptor.number, nbytes, byte_offset)
-        except OSError:  # `read_into` raises it again with an explanation
-            data = b""
-        if len(data) == nbytes:
-            return data
-        buffer = bytearray(nbytes)
-        self.read_into(path, byte_offset, memoryview(buffer))
-        return bytes(buffer)
+        # The method keeps the descriptor open. Otherwise the system could give its number to a file
+        # that another thread opens.
+        return self.open(path).read(byte_offset, nbytes)
 
 
 class SourceFiles(OpenFiles):
@@ -224,10 +216,12 @@ class Section:
         self.start = start
         self.nbytes = nbytes
         self._pool = pool
+        local = pool.find_local(path)  # kept, as an archive is read in several parts
+        self._read = local.read if local else partial(pool.read, path)
         (_, first), (tail, left) = self.find_ends(start, nbytes)
-        self._head = pool.read(path, start, first)
+        self._head = self._read(start, first)
         self._tail_offset = tail - start
-        self._tail = pool.read(path, tail, left) if left else b""
+        self._tail = self._read(tail, left) if left else b""
 
     @classmethod
     def find_ends(cls, start: int, nbytes: int) -> tuple[tuple[int, int], tuple[int, int]]:
@@ -254,7 +248,7 @@ class Section:
             return self._head[offset:stop]
         if offset >= self._tail_offset:
             return self._tail[offset - self._tail_offset : stop - self._tail_offset]
-        return self._pool.read(self.path, self.start + offset, nbytes)
+        return self._read(self.start + offset, nbytes)
 
     def prefetch(self, ranges: Iterable[tuple[int, int]]) -> None:
         """Fetch ranges (offset, nbytes) from an object store; see `SourceFiles.prefetch`."""
@@ -285,6 +279,22 @@ class Descriptor:
         with contextlib.suppress(OSError):
             for _, byte_offset, nbytes in ranges if _HAS_FADVISE else ():
                 os.posix_fadvise(self.number, byte_offset, nbytes, os.POSIX_FADV_WILLNEED)
+
+    def read(self, byte_offset: int, nbytes: int) -> bytes:
+        """Return the bytes at ``byte_offset``.
+
+        Raises:
+            CorruptError, ReshardError: as in `OpenFiles.read_into`.
+        """
+        try:
+            data = os.pread(self.number, nbytes, byte_offset)
+        except OSError:  # `read_into` raises it again with an explanation
+            data = b""
+        if len(data) == nbytes:
+            return data
+        buffer = bytearray(nbytes)
+        self.read_into(byte_offset, memoryview(buffer))
+        return bytes(buffer)
 
     def read_into(self, byte_offset: int, target: memoryview) -> None:
         """Fill ``target`` with the bytes at ``byte_offset``.
