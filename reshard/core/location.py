@@ -98,6 +98,11 @@ class Location:
         """The directory's own name."""
         return self.directories[0].resolve().name
 
+    @cached_property
+    def folder(self) -> Location:
+        """The directories alone, as if the user had passed them and no file."""
+        return Location(self.directories) if self.chosen or self._inner else self
+
     def get_parent(self) -> Location:
         """Return the parent directory."""
         return Location([directory.parent for directory in self.directories], inner=True)
@@ -145,7 +150,7 @@ class Location:
 
     def refuse_unreadable(self) -> None:
         """Refuse a location whose directories cannot be listed, also if it is an inner one."""
-        Location(self.directories).has_file(bool)
+        self.folder.has_file(bool)
 
     def has_file(self, matches: Callable[[str], bool]) -> bool:
         """Return whether a file has such a name; not every file of a large folder is listed."""

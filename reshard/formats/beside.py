@@ -39,7 +39,7 @@ _COMPANIONS = {
 def add_companions(manifest: Manifest, location: Location) -> Manifest:
     """Add the files of HF Trainer or Accelerate that are beside or above a DeepSpeed checkpoint."""
     # HF Trainer and Accelerate have DeepSpeed write its ranks' files into a folder of their own.
-    for near in (Location(location.directories), location.get_parent()):
+    for near in (location.folder, location.get_parent()):
         trainer = read_trainer_state(near)
         paths = {
             kind: path

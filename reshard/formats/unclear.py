@@ -91,7 +91,7 @@ def _refuse_rank_files(location: Location, names: Iterable[str]) -> None:
     if name is None or sum(1 for n in location.files if _MODEL_PARALLEL.search(n)) < 2:
         return
     if not any(registry.detects(kind, location) for kind in ("deepspeed", "meta")):
-        known = registry.detect(Location(location.directories)) if location.chosen else None
+        known = registry.detect(location.folder) if location.chosen else None
         raise UnsupportedError(
             location.files[name],
             "is one rank's shard of a model-parallel checkpoint"

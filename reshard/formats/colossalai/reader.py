@@ -45,8 +45,7 @@ def read(location: Location, *, model: str | None = None, wrap: str | None = Non
         CorruptError: shards and index contradict each other.
         UnsupportedError: the checkpoint was saved asynchronously.
     """
-    if location.chosen:
-        location = Location(location.directories)
+    location = location.folder
     # The user may pass the optimizer's folder, whose sibling has the weights.
     if find_weights(location) is None:
         location = location.get_parent()

@@ -149,7 +149,7 @@ def locate(location: Location, tag: str | None = None) -> Location:
         UnrecognisedError: no tag was given, and there are several tags, several models, or none.
         CorruptError: the file that names the latest tag does not hold a tag.
     """
-    location = Location(location.directories)
+    location = location.folder
     if location.name == "zero" and _is_zero(location):
         location = location.get_parent()
     if tag is None and _is_tag(location):

@@ -68,7 +68,7 @@ class GridPosition:
 def detect(location: Location) -> bool:
     """Return whether a Megatron checkpoint, or a rank's part of one, is directly at a location."""
     if location.chosen:
-        folder = Location(location.directories)
+        folder = location.folder
         is_whole = is_dist(folder) or is_fsdp(folder)
         is_part = _is_rank_folder(folder) or (_is_part(location.chosen) and is_whole)
         return is_part or is_local(location)
@@ -184,7 +184,7 @@ def find_checkpoint(location: Location) -> Location:
     Raises:
         UsageError: the location is one rank's folder of several, or a file in it.
     """
-    folder = Location(location.directories)
+    folder = location.folder
     if not _is_rank_folder(folder):
         return folder
     above = folder.get_parent()

@@ -76,7 +76,7 @@ def read(
     if location.chosen and not is_rank_file(location.chosen):
         saved = [(OpenedRanks.open({0: location.path}, alone=True).join(location), [])]
     else:
-        chosen, location = location.chosen, directory.add_folders(Location(location.directories))
+        chosen, location = location.chosen, directory.add_folders(location.folder)
         folders = {} if chosen else directory.find_stage_folders(location)
         if folders:
             saved = _read_stage_folders(location, folders, key)
