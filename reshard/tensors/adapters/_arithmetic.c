@@ -105,13 +105,14 @@ static const struct {
     {'b', 2, add_terms_to_bfloat16},
 };
 
+/* Whole rows are computed one after the other, as the processor fetches memory best in its order. */
 static Py_ssize_t add_matrices(const Task *task, size_t dtype, Py_ssize_t itemsize) {
     Part terms;
     Py_ssize_t overflowed = 0, size = DTYPES[dtype].size;
-    for (Py_ssize_t column = 0; column < task->columns; column += PART_COLUMNS) {
-        Py_ssize_t rest = task->columns - column, count = rest < PART_COLUMNS ? rest : PART_COLUMNS;
-        for (Py_ssize_t row = 0; row < task->rows; row += PART_ROWS) {
-            Py_ssize_t below = task->rows - row, rows = below < PART_ROWS ? below : PART_ROWS;
+    for (Py_ssize_t row = 0; row < task->rows; row += PART_ROWS) {
+        Py_ssize_t below = task->rows - row, rows = below < PART_ROWS ? below : PART_ROWS;
+        for (Py_ssize_t column = 0; column < task->columns; column += PART_COLUMNS) {
+            Py_ssize_t rest = task->columns - column, count = rest < PART_COLUMNS ? rest : PART_COLUMNS;
             multiply(task, row, column, terms, rows, count);
             for (Py_ssize_t i = 0; i < rows; i++) {
                 Py_ssize_t at = (row + i) * task->columns + column;
