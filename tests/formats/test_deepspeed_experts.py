@@ -69,7 +69,7 @@ REST = ParamGroup({"lr": 0.1, "name": "rest"}, tuple(GATES))
 
 
 def regrouped(made, ranks):
-    mixed = experts.find_mixture(made, GridOptions(experts=ranks), 4)
+    mixed = experts.make_mixture(made, GridOptions(experts=ranks), 4)
     assert mixed is not None
     return [(group.hyper.get("name"), group.fqns) for group in mixed.state.groups], mixed.notes
 
@@ -138,7 +138,7 @@ def test_experts_among_other_parameters_are_refused():
 def test_ranks_that_cannot_share_them_evenly_are_refused(ranks, world):
     made = state(REST, of_experts(names(0, 1, 2, 3), 2))
     with pytest.raises(UsageError, match=r"does not divide the 4 experts|not a multiple of the 4"):
-        experts.find_mixture(made, GridOptions(experts=ranks), world)
+        experts.make_mixture(made, GridOptions(experts=ranks), world)
 
 
 def test_a_rank_has_its_experts_under_its_own_names():
@@ -147,7 +147,7 @@ def test_a_rank_has_its_experts_under_its_own_names():
         of_experts(names(0, 1, 2, 3), 2),
         tied={name.replace("bias", "again"): name for name in names(0, 3) if "bias" in name},
     )
-    mixed = experts.find_mixture(made, GridOptions(), 4)
+    mixed = experts.make_mixture(made, GridOptions(), 4)
     assert mixed is not None
     held = mixed.select_rank(3)
     assert held is mixed.select_rank(1)

@@ -104,18 +104,24 @@ def test_an_expert_that_lacks_a_parameter_is_detected(copied, tmp_path):
         reshard.merge(run, tmp_path / "x.safetensors")
 
 
+@pytest.mark.parametrize("keeps_own", [False, True])
+def test_an_expert_of_a_tensor_parallel_run_is_detected(keeps_own, copied, tmp_path):
+    run = copied("moe_z2")
+    path = next(run.rglob("layer_0_expert_1_mp_rank_00_model_states.pt"))
+    path.with_name(path.name.replace("rank_00", "rank_01")).write_bytes(path.read_bytes())
+    if not keeps_own:
+        path.unlink()
+    with pytest.raises(StaleError, match=r"expert_1_mp_rank_01.*more tensor-parallel ranks"):
+        reshard.merge(run, tmp_path / "x.safetensors")
+
+
 @pytest.mark.parametrize(
     ("source", "name", "message"),
     [
         (
-            "layer_0_expert_1_mp_rank_00_model_states.pt",
-            "layer_0_expert_1_mp_rank_01_model_states.pt",
-            "layer_0_expert_1_mp_rank_01.*to an expert of a tensor-parallel run",
-        ),
-        (
             "mp_rank_00_model_states.pt",
             "mp_rank_01_model_states.pt",
-            "experts of a tensor-parallel or pipeline-parallel run",
+            "experts of a pipeline-parallel run",
         ),
         (
             "layer_0_expert_1_mp_rank_00_model_states.pt",

@@ -14,12 +14,13 @@ from safetensors.torch import load_file
 import reshard
 from reshard.commands.split.command import split
 from reshard.commands.split.options import SplitOptions
-from reshard.errors import DifferentError
+from reshard.errors import DifferentError, IncompleteError, ReshardError, UnsupportedError
 from reshard.formats.deepspeed.write import pipeline
 from tests.judged.conftest import KEPT
 from tests.judged.damage import edit_file
 from tests.judged.expected import read_expected
-from tests.judges.parallel_cases import CASES
+from tests.judged.test_split_experts import list_differing
+from tests.judges.parallel_cases import CASES, EXPERT_COUNTS
 
 pytestmark = pytest.mark.slow
 
@@ -58,8 +59,11 @@ def test_the_state_of_the_ranks_is_read(case, made):
         state, mesh = checkpoint.manifest.train, checkpoint.manifest.origin.mesh
     row = CASES[case]
     assert (mesh["tp"], mesh["pp"], mesh["dp"]) == (row.tp, row.pp, row.dp)
+    if row.kind == "experts":
+        assert (mesh["ep"], mesh["etp"]) == (row.ep, row.tp if row.cuts_experts else 1)
     assert state.step == len(expected["losses"])
-    assert set(state.optimizer_step.values()) == {float(state.step)}
+    (first,) = state.updates_at_start
+    assert set(state.optimizer_step.values()) == {float(state.step + first)}
     trained = [fqn for group in state.param_groups for fqn in group.fqns]
     assert sorted(trained) == sorted(expected["params"])
     for group, wanted in zip(state.param_groups, expected["groups"], strict=True):
@@ -204,6 +208,14 @@ GOES_ON = [  # case, the grid to go on with, options; the loss may differ by the
     ("autotp2_z1", {"tp": 1, "dp": 2}, {}, 2e-2),
     ("autotp2_uneven", {}, {}, 0.0),  # 3 key-value heads and 29 words on 2 ranks
     ("autotp4_headless", {}, {}, 0.0),  # and on 4: one has no head
+    ("experts2_z0", {}, {}, 0.0),
+    ("experts2_z1", {"tp": 4, "dp": 1, "ep": 4}, {"ep": 4}, 2e-2),
+    ("experts2_z1", {"tp": 1, "dp": 2}, {}, 2e-2),
+    ("experts4_z2", {}, {}, 0.0),
+    ("experts4_z2", {"dp": 1, "ep": 2, "stage": 0}, {"ep": 2}, 1e-5),
+    ("cut_experts2_z0", {"stage": 1}, {}, 0.0),
+    ("cut_experts2_z1", {"tp": 4, "dp": 1, "ep": 1}, {"ep": 1}, 2e-2),
+    ("cut_experts1_z2", {}, {}, 0.0),
 ]
 
 
@@ -233,10 +245,70 @@ def test_deepspeed_continues_on_another_grid(number, made, continued):
         assert loss == pytest.approx(wanted, abs=noise)
 
 
+EXPERTS = [name for name, row in CASES.items() if row.kind == "experts"]
+
+
+@pytest.mark.parametrize("case", EXPERTS)
+def test_experts_on_the_same_grid_give_the_files_that_deepspeed_wrote(case, made, tmp_path):
+    split(made / case / "run", tmp_path / "out", SplitOptions())
+    differing = list_differing(tmp_path / "out", made / case / "run")
+    # The keys of the model states stand in another order.
+    assert set(map(tuple, differing.values())) == {("{}",)}
+    assert {name.startswith("mp_rank_") for name in differing} == {True}
+
+
+@pytest.mark.parametrize(
+    ("case", "options", "message"),
+    [
+        ("experts2_z1", {"ep": 1}, "no complete files of the experts"),
+        ("experts2_z1", {"tp": 4, "dp": 1}, "no complete files of the experts"),
+        ("experts2_z1", {"to": "ds-universal"}, "no universal layout"),
+        ("experts2_z1", {"pp": 2}, "is not a pipeline"),
+    ],
+)
+def test_grids_that_deepspeed_does_not_load_are_refused(case, options, message, made, tmp_path):
+    with pytest.raises(ReshardError, match=message):
+        split(made / case / "run", tmp_path / "out", SplitOptions(**options))
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("case", ["mpu2_z0", "mpu2_z1", "experts2_z0", "cut_experts2_z1"])
+def test_the_files_of_one_tensor_parallel_rank_are_no_model(case, made, tmp_path):
+    run = shutil.copytree(made / case / "run", tmp_path / "run")
+    for path in run.rglob("*mp_rank_01*"):
+        path.unlink()
+    with pytest.raises(IncompleteError, match="saved by 2 model-parallel ranks"):
+        reshard.merge(run, tmp_path / "out.safetensors")
+
+
+def test_a_run_of_which_deepspeed_saves_a_part_is_refused(tmp_path):
+    """Fewer ranks share the experts than there are tensor-parallel ranks, which have them whole."""
+    from tests.judges import parallel_judge
+
+    row = replace(CASES["experts2_z1"], ep=1)
+    parallel_judge.JUDGE.run(tmp_path, {"partial": (row.world, {"case": row})})
+    with pytest.raises(IncompleteError, match="mp_rank_01_model_states") as raised:
+        reshard.merge(tmp_path / "partial" / "run", tmp_path / "out.safetensors")
+    assert "DeepSpeed does not save them at all" in str(raised.value)
+
+
+def test_an_expert_of_another_rank_order_is_refused(made, tmp_path):
+    """In other orders of ranks, other ranks share the optimizer state of an expert."""
+    run = shutil.copytree(made / "experts4_z2" / "run", tmp_path / "run")
+    for path in sorted(run.rglob("*_expert_*")):
+        number = int(path.name.split("_")[3]) * 4 // EXPERT_COUNTS[int(path.name.split("_")[1])]
+        name = path.name.split("_mp_rank_")[0] + f"_mp_rank_{number // 2:02d}_model_states.pt"
+        path.rename(path.with_name(name))
+    with pytest.raises(UnsupportedError, match="consecutive numbers in each tensor-parallel group"):
+        reshard.merge(run, tmp_path / "out.safetensors")
+
+
 ONLY_WEIGHTS = [  # layers that share a module: only the list of parameters has their names
     ("pp2dp2", {}),
     ("pp2_fp16", {"tp": 2, "dp": 1}),
     ("tp2pp2", {"tp": 1, "dp": 2}),
+    ("experts4_z2", {"dp": 1, "ep": 2}),
+    ("cut_experts2_z1", {"tp": 1, "dp": 2}),
 ]
 
 
@@ -250,13 +322,15 @@ def weights_loaded(made, tmp_path_factory):
         place = tmp_path_factory.mktemp("weights") / str(number)
         row = replace(CASES[case], **grid)
         sizes = {"tp": row.tp, "pp": row.pp, "dp": row.dp}
+        if row.kind == "experts":
+            sizes["ep"] = row.ep
         split(made / case / "run", place, SplitOptions(weights_only=True, **sizes))
         runs.append((place, case, grid))
     return runs, parallel_judge.load_all(runs, steps=1, load_module_only=True)
 
 
 @pytest.mark.parametrize("number", range(len(ONLY_WEIGHTS)))
-def test_deepspeed_loads_a_tied_pipeline_without_its_optimizer(number, made, weights_loaded):
+def test_deepspeed_loads_weights_without_their_optimizer(number, made, weights_loaded):
     runs, found = weights_loaded
     place, case, _ = runs[number]
     live = read_expected(made / case)["live"]

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
     from pathlib import Path
 
-    from torch import Tensor
+    from torch import Tensor, nn
 
     from tests.judges.deepspeed_cases import Case
 
@@ -75,7 +75,7 @@ def gathered(run: train.Run, expected: dict[str, Any]) -> dict[str, Any]:
     sections = ("params", "frozen", "buffers", "live")
     whole = {key: joined(run, expected[key]) for key in sections}
     slots = {slot: joined(run, held) for slot, held in expected["slots"].items()}
-    calls = global_names(run)
+    calls = global_names(run.engine.module)
     listed = expected["train"]["param_groups"]
     ranks: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(ranks, [[calls.get(n, n) for n in group["fqns"]] for group in listed])
@@ -86,16 +86,16 @@ def gathered(run: train.Run, expected: dict[str, Any]) -> dict[str, Any]:
 
 def joined(run: train.Run, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Return the tensors of all ranks under the whole model's names."""
-    calls = global_names(run)
+    calls = global_names(run.engine.module)
     ranks: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(ranks, {calls.get(name, name): t for name, t in tensors.items()})
     return _same(ranks)
 
 
-def global_names(run: train.Run) -> dict[str, str]:
+def global_names(model: nn.Module) -> dict[str, str]:
     """Return this rank's names of its experts -> their names on a rank with all experts."""
     found = {}
-    for name, module in run.engine.module.named_modules():
+    for name, module in model.named_modules():
         if not isinstance(module, MoE):
             continue
         first = topology._get_expert_parallel_rank(module.expert_group_name)

@@ -10,6 +10,7 @@ PRECISIONS: dict[str, dict[str, Any]] = {
     "bf16": {"bf16": {"enabled": True}},
     "fp16": {"fp16": {"enabled": True, "loss_scale": 0, "initial_scale_power": 8}},
 }
+EXPERT_COUNTS = (4, 8, 4, 4)  # of each layer of an ``experts`` case
 
 
 @dataclass(frozen=True)
@@ -17,8 +18,11 @@ class Case:
     """One run.
 
     Attributes:
-        kind: pipeline (PipelineModule), mpu (a module and ranks of its own), autotp (a Llama of
-            transformers that DeepSpeed cuts).
+        kind: pipeline (PipelineModule), mpu (a module and ranks of its own), experts (the same
+            with a mixture of experts), autotp (a Llama of transformers that DeepSpeed cuts).
+        ep: ranks that share the experts of a layer.
+        cuts_experts: whether tensor-parallel ranks share each expert too
+            (``enable_expert_tensor_parallelism``).
         patterns: whether the client saves ``universal_checkpoint_info``.
         groups: one, or decay: two by weight decay.
         universal: whether it loads a universal checkpoint.
@@ -33,6 +37,7 @@ class Case:
     pp: int = 1
     dp: int = 1
     ep: int = 1
+    cuts_experts: bool = False
     stage: int = 1
     precision: str = "bf16"
     tied: bool = True
@@ -81,6 +86,14 @@ CASES = {
         Case("mpu2_z2_fp32", "mpu", tied=False, tp=2, dp=2, stage=2, precision="fp32"),
         Case("mpu2_z3", "mpu", tied=False, tp=2, dp=2, stage=3),
         Case("mpu2_z0", "mpu", tied=False, tp=2, stage=0, precision="fp32"),
+        Case("experts2_z0", "experts", tied=False, tp=2, dp=2, ep=2, stage=0, precision="fp32"),
+        Case("experts2_z1", "experts", tied=False, tp=2, dp=2, ep=2),
+        Case("experts4_z2", "experts", tied=False, tp=2, dp=2, ep=4, stage=2, precision="fp32"),
+        Case(
+            "cut_experts2_z0", "experts", tied=False, tp=2, dp=2, ep=2, stage=0, cuts_experts=True
+        ),
+        Case("cut_experts2_z1", "experts", tied=False, tp=2, dp=2, ep=2, cuts_experts=True),
+        Case("cut_experts1_z2", "experts", tied=False, tp=2, dp=2, stage=2, cuts_experts=True),
         Case("autotp2_z0_fp32", "autotp", tied=False, tp=2, stage=0, precision="fp32"),
         Case("autotp2_z1", "autotp", tied=False, tp=2, dp=2),
         Case("autotp2_z2_fp32", "autotp", tied=False, tp=2, dp=2, stage=2, precision="fp32"),

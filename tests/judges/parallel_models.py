@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from deepspeed.moe.layer import MoE
 from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812
 
@@ -136,19 +137,21 @@ class Norm(nn.Module):
 
 
 class Linear(nn.Module):
-    """A linear layer that is cut along its rows (column parallel) or columns (row parallel)."""
+    """A linear layer: whole, or cut along its rows (column parallel) or columns (row parallel)."""
 
     def __init__(
-        self, name: str, shape: tuple[int, int], cut: tuple[int, int], *, bias: bool
+        self, name: str, shape: tuple[int, int], cut: tuple[int, int] | None, *, bias: bool
     ) -> None:
         super().__init__()
         self.weight = parameter(f"{name}.weight", shape, cut)
-        self.by_row = cut[0] == 1
-        own = None if self.by_row else cut
+        self.cut = cut
+        own = cut if cut and cut[0] == 0 else None
         self.bias = parameter(f"{name}.bias", shape[:1], own) if bias else None
 
     def forward(self, x: Tensor) -> Tensor:
-        if not self.by_row:
+        if self.cut is None:
+            return F.linear(x, self.weight, self.bias)
+        if self.cut[0] == 0:
             return F.linear(_Copy.apply(x), self.weight, self.bias)  # type: ignore[no-untyped-call]
         out = _Reduce.apply(F.linear(x, self.weight))  # type: ignore[no-untyped-call]
         return out if self.bias is None else out + self.bias  # type: ignore[no-any-return]
@@ -174,8 +177,63 @@ class Block(nn.Module):
         heads = HEADS // Tp.size
         q, k, v = (t.unflatten(-1, (heads, -1)).transpose(1, 2) for t in (q, k, v))
         x = x + self.dense(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
+        return x + self.transform(x) * self.scale.to(x.dtype)
+
+    def transform(self, x: Tensor) -> Tensor:
+        """Return what the gated layer makes of the tokens."""
         gate, up = self.gate_up(x).chunk(2, -1)
-        return x + self.down(F.silu(gate) * up) * self.scale.to(x.dtype)  # type: ignore[no-any-return]
+        return self.down(F.silu(gate) * up)  # type: ignore[no-any-return]
+
+
+class Expert(nn.Module):
+    """Two linear layers, which tensor-parallel ranks share or have whole."""
+
+    def __init__(self, name: str, *, cut: bool) -> None:
+        super().__init__()
+        self.up = Linear(f"{name}.up", (FFN, HIDDEN), (0, 1) if cut else None, bias=True)
+        self.down = Linear(f"{name}.down", (HIDDEN, FFN), (1, 1) if cut else None, bias=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(F.relu(self.up(x)))  # type: ignore[no-any-return]
+
+
+class ExpertBlock(Block):
+    """A block with experts, each of which begins with values of its own.
+
+    Args:
+        count: number of experts.
+        sharing: ranks that share them.
+        first: number of this rank's first expert.
+        cut: whether tensor-parallel ranks share each expert.
+    """
+
+    def __init__(self, number: int, *, count: int, sharing: int, first: int, cut: bool) -> None:
+        super().__init__(number)
+        del self.gate_up, self.down
+        self.moe = MoE(
+            HIDDEN,
+            Expert(f"block{number}.shared", cut=cut),
+            num_experts=count,
+            ep_size=sharing,
+            capacity_factor=count,  # an expert has room for all tokens
+            use_residual=number % 2 == 1,
+            enable_expert_tensor_parallelism=cut,
+        )
+        for at, expert in enumerate(self.moe.deepspeed_moe.experts.deepspeed_experts):
+            own = Expert(f"block{number}.expert{first + at}", cut=cut)
+            expert.load_state_dict(own.state_dict())
+            for mine, its in zip(expert.parameters(), own.parameters(), strict=True):
+                setattr(mine, CUT, getattr(its, CUT))
+        others = [self.moe.deepspeed_moe.gate.wg.weight]
+        if self.moe.use_residual:
+            others += self.moe.coefficient.parameters()
+        for at, param in enumerate(others):
+            made = parameter(f"block{number}.other{at}", tuple(param.shape), None)
+            param.data.copy_(made.data)
+            setattr(param, CUT, None)
+
+    def transform(self, x: Tensor) -> Tensor:
+        return self.moe(x)[0]  # type: ignore[no-any-return]
 
 
 class Head(nn.Module):
@@ -228,6 +286,21 @@ def patterns(*, tied: bool, blocks: range) -> dict[str, Any]:
             {"patterns": [r"\d+.qkv.bias"], "shape": (3,), "partition_dim": 0},
         ],
     }
+
+
+def expert_patterns(*, blocks: range, cut: bool) -> dict[str, Any]:
+    """Return ``universal_checkpoint_info`` of a model with experts."""
+    info = patterns(tied=False, blocks=blocks)
+    whole = info["tp_replicated_parameter_patterns"]
+    whole += [r"\d+.moe.coefficient", r"\d+.moe.deepspeed_moe.gate.wg.weight"]
+    experts = r"\d+.moe.(mlp|deepspeed_moe.experts.deepspeed_experts.\d+)."
+    if cut:
+        whole.append(experts + "down.bias")
+        info["parameter_with_row_parallelism_patterns"].append(experts + "down.weight")
+    else:
+        whole.append(experts)
+    del info["parameter_with_2_sub_params_cat_dim_0"]
+    return info
 
 
 def batch(step: int, count: int = 8) -> Tensor:

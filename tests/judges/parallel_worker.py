@@ -7,16 +7,18 @@ from typing import TYPE_CHECKING, Any
 import deepspeed
 import torch
 import torch.distributed as dist
+from deepspeed.moe.utils import split_params_into_different_moe_groups_for_optimizer
 from deepspeed.pipe import LayerSpec, PipelineModule, TiedLayerSpec
 from deepspeed.runtime.pipe.topology import PipelineParallelGrid, PipeModelDataParallelTopology
+from deepspeed.utils import groups
 from torch import Tensor, nn
 
-from tests.judges import deepspeed_state, ranks
+from tests.judges import deepspeed_experts, deepspeed_state, ranks
 from tests.judges import deepspeed_train as train
 from tests.judges import parallel_autotp as autotp
 from tests.judges import parallel_models as models
 from tests.judges.deepspeed_worker import PRELOADED
-from tests.judges.parallel_cases import CASES, Case
+from tests.judges.parallel_cases import CASES, EXPERT_COUNTS, Case
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -40,6 +42,7 @@ def work(job: ranks.Job, rank: int) -> None:
     case: Case = job.told.get("case") or CASES[job.case]
     ranks.join_group(job, rank)
     train.start_rank()
+    gather_flat_tokens()
     if "load" not in job.told:
         make(case, job.out)
         return
@@ -53,6 +56,20 @@ def work(job: ranks.Job, rank: int) -> None:
     _write({"loaded": loaded, "losses": losses, "params": read_state(engine)["params"]}, job.out)
 
 
+def gather_flat_tokens() -> None:
+    """Let gloo gather the tokens of tensor-parallel ranks, as NCCL does.
+
+    DeepSpeed 0.19.8 ``moe/mappings.py`` (``_gather_tokens``) gathers a tensor of three dimensions
+    into one of a single dimension, which gloo refuses ("invalid tensor size at index 0").
+    """
+    gather = deepspeed.comm.all_gather_into_tensor
+
+    def gather_flat(output: Tensor, tensor: Tensor, *how: Any, **named: Any) -> Any:
+        return gather(output, tensor.reshape(-1) if output.ndim == 1 else tensor, *how, **named)
+
+    deepspeed.comm.all_gather_into_tensor = gather_flat
+
+
 def make(case: Case, out: Path) -> None:
     """Train, save ``out/run``, write ``out/expected.pt``, and train on."""
     engine = start(case)
@@ -62,7 +79,12 @@ def make(case: Case, out: Path) -> None:
         expected["consolidated"] = autotp.consolidated(engine)
     blocks = range(1, 1 + BLOCKS)
     says = case.patterns and case.kind != "autotp"  # DeepSpeed says it there
-    client = {INFO: models.patterns(tied=case.tied, blocks=blocks)} if says else {}
+    client = {}
+    if says and case.kind == "experts":  # DeepSpeed takes it from the module alone
+        info = models.expert_patterns(blocks=blocks, cut=case.cuts_experts)
+        engine.module.universal_checkpoint_info = info
+    elif says:
+        client = {INFO: models.patterns(tied=case.tied, blocks=blocks)}
     engine.save_checkpoint(str(out / "run"), client_state={**client, "note": [1, 2]})
     further = [step(engine, case, STEPS + n) for n in range(NEXT_STEPS)]
     _write(expected | {"next": {"losses": further, "params": read_state(engine)["params"]}}, out)
@@ -111,7 +133,18 @@ def specs(case: Case) -> list[Any]:
 def layers(case: Case) -> Iterator[nn.Module]:
     """Build a pipeline's layers."""
     yield models.Embedding()
-    yield from (models.Block(n, frozen=case.frozen and not n) for n in range(BLOCKS))
+    for n in range(BLOCKS):
+        if case.kind != "experts":
+            yield models.Block(n, frozen=case.frozen and not n)
+            continue
+        rank = dist.get_rank() // case.tp if case.cuts_experts else dist.get_rank()
+        yield models.ExpertBlock(
+            n,
+            count=EXPERT_COUNTS[n],
+            sharing=case.ep,
+            first=rank % case.ep * EXPERT_COUNTS[n] // case.ep,
+            cut=case.cuts_experts,
+        )
     yield models.Norm("last")
     yield models.Head()
 
@@ -121,7 +154,11 @@ def _param_groups(case: Case, model: nn.Module) -> Any:
     if case.groups == "one":
         return trained
     matrices, vectors = ([p for p in trained if (p.ndim > 1) == many] for many in (True, False))
-    return [{"params": matrices, "weight_decay": 0.1}, {"params": vectors, "weight_decay": 0.0}]
+    divided = [{"params": matrices, "weight_decay": 0.1}, {"params": vectors, "weight_decay": 0.0}]
+    if case.kind == "experts":
+        named = [{"name": f"group{n}", **group} for n, group in enumerate(divided)]
+        return split_params_into_different_moe_groups_for_optimizer(named)
+    return divided
 
 
 def step(engine: Any, case: Case, number: int) -> float:
@@ -160,12 +197,21 @@ def read_state(engine: Any, slots: tuple[str, ...] = SLOTS) -> dict[str, Any]:
         for kind, tensors in mine.items()
     }
     held["buffers"] = deepspeed_state.persistent_buffers(engine.module)
+    calls = deepspeed_experts.global_names(engine.module)
+    held = {
+        kind: {calls.get(name, name): value for name, value in tensors.items()}
+        for kind, tensors in held.items()
+    }
     of_ranks: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(of_ranks, held)
     found: dict[str, Any] = {kind: {} for kind in held}
     for each in of_ranks:
         for kind, tensors in each.items():
             found[kind] = {**tensors, **found[kind]}  # where stages have the same: the first's
+    for each in of_ranks if engine.has_moe_layers else ():
+        for kind, tensors in each.items():
+            for name, value in tensors.items():
+                assert torch.equal(value, found[kind][name]), f"{kind} of {name} differs"
     return found
 
 
@@ -173,12 +219,19 @@ def _gatherer(engine: Any) -> Callable[[str, Tensor], Tensor]:
     if engine.autotp_size() > 1:
         return autotp.gatherer(engine.module)
     cuts = {name: getattr(p, models.CUT, None) for name, p in engine.module.named_parameters()}
-    return lambda name, local: models.gathered(local, cuts[name])
+
+    def gather(name: str, local: Tensor) -> Tensor:
+        is_shared = groups._get_expert_model_parallel_world_size() > 1
+        if "deepspeed_experts" in name and not is_shared:
+            return local  # another rank may have another expert
+        return models.gathered(local, cuts[name])
+
+    return gather
 
 
 def _groups(engine: Any) -> list[dict[str, Any]]:
-    groups = engine.optimizer.param_groups
-    return [{k: v for k, v in group.items() if k != "params"} for group in groups]
+    listed = engine.optimizer.param_groups
+    return [{k: v for k, v in group.items() if k != "params"} for group in listed]
 
 
 def _write(expected: dict[str, Any], out: Path) -> None:

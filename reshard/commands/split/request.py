@@ -107,6 +107,8 @@ def _choose_sizes(manifest: Manifest, writer: Writer, options: SplitOptions) -> 
         tensor=options.tp or own.tensor,
         pipeline=options.pp or own.pipeline,
         expert=options.ep or own.expert,
+        # Whole experts stay whole; experts that are cut are cut over the new tensor-parallel ranks.
+        expert_tensor=1 if own.expert_tensor == 1 else None,
     )
 
 

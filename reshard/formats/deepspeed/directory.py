@@ -89,6 +89,7 @@ class TagFiles:
         experts: (MoE layer, expert) -> model-parallel rank -> file; the layer is -1 where the name
             has none.
         expert_optim: (expert-parallel rank, model-parallel rank) -> file; only without ZeRO.
+        number: the model-parallel rank that has the number 0 here; see `select`.
     """
 
     location: Location
@@ -96,11 +97,33 @@ class TagFiles:
     layers: dict[int, dict[int, Path]] = field(default_factory=dict)
     experts: dict[tuple[int, int], dict[int, Path]] = field(default_factory=dict)
     expert_optim: dict[tuple[int, int], Path] = field(default_factory=dict)
+    number: int = 0
+
+    @property
+    def has_experts(self) -> bool:
+        """Whether the names are those of a mixture of experts."""
+        return bool(self.experts or self.expert_optim)
 
     @property
     def is_parallel(self) -> bool:
-        """Whether the names show any form of model parallelism."""
-        return bool(set(self.ranks) - {0} or self.layers or self.experts or self.expert_optim)
+        """Whether the names show tensor or pipeline parallelism."""
+        return bool(set(self.ranks) - {0} or self.layers)
+
+    def select(self, number: int) -> TagFiles:
+        """Return the files of one model-parallel rank, as those of a run that has no other."""
+        return TagFiles(
+            self.location,
+            ranks={0: self.ranks[number]},
+            experts={
+                expert: {0: ranks[number]}
+                for expert, ranks in self.experts.items()
+                if number in ranks
+            },
+            expert_optim={
+                (rank, 0): path for (rank, at), path in self.expert_optim.items() if at == number
+            },
+            number=number,
+        )
 
 
 def _format_ranks(ranks: list[int]) -> str:
@@ -239,6 +262,21 @@ def list_files(location: Location) -> TagFiles:
     return files
 
 
+def advise_copying(files: TagFiles, advice: str) -> str:
+    """Return the advice to copy model states, and when DeepSpeed itself does not save them.
+
+    With experts, the first of the ranks that share them write the model states (DeepSpeed 0.19.8
+    ``runtime/engine.py``, ``_save_moe_checkpoint``).
+    """
+    if not files.has_experts:
+        return advice
+    return (
+        f"{advice}. DeepSpeed does not save them at all if tensor-parallel ranks have each expert"
+        " whole and outnumber the expert-parallel ranks: save again with a larger ep_size, or with"
+        " enable_expert_tensor_parallelism"
+    )
+
+
 def _check_models(files: TagFiles) -> None:
     """Check that every model-parallel rank has its model states, all of one form."""
     for number in range(max(files.ranks, default=0) + 1):
@@ -248,7 +286,7 @@ def _check_models(files: TagFiles) -> None:
                 files.location,
                 f"{name} (or zero_pp_rank_*_model_states.pt) is missing: it contains the parameter"
                 " names and shapes",
-                "copy it here from rank 0's disk",
+                advise_copying(files, "copy it here from rank 0's disk"),
             )
         if rank.model_is_sharded and name in files.location.files:
             raise StaleError(

@@ -59,29 +59,33 @@ def _read_state(location: Location, rules: Path | None, find_divisions: FindDivi
         from reshard.formats.deepspeed import universal
 
         return universal.read(location, rules)
-    files = directory.list_files(location)
-    has_experts = bool(files.experts or files.expert_optim)
-    if files.is_parallel and not has_experts:
-        from reshard.formats.deepspeed import parallel
-
-        return parallel.read(files, rules)
-    if rules:
-        from reshard.layouts.model_parallel.rules import Table, add_user_rules
-
-        # No rank shares a parameter here, but a mistake in the user's file is still reported.
-        add_user_rules(Table("", ()), rules)
     from reshard.formats.deepspeed import native
 
+    files = directory.list_files(location)
     first = native.open_first(files.ranks[0])
     if first.root.get("ds_autoep_layers"):
         from reshard.formats.deepspeed.experts import autoep
 
+        _check_rules(rules)
         return autoep.read(files, first)
-    if has_experts:
+    if files.is_parallel or first.model_ranks > 1:
+        from reshard.formats.deepspeed import parallel
+
+        return parallel.read(files, first, rules)
+    _check_rules(rules)
+    if files.has_experts:
         from reshard.formats.deepspeed.experts import reader
 
         return reader.read(files, first)
     return native.read(files.ranks[0], first, find_divisions=find_divisions)
+
+
+def _check_rules(rules: Path | None) -> None:
+    """Report a mistake in a user's table, although no rank shares a parameter."""
+    if rules:
+        from reshard.layouts.model_parallel.rules import Table, add_user_rules
+
+        add_user_rules(Table("", ()), rules)
 
 
 def _names_may_differ(manifest: Manifest) -> bool:

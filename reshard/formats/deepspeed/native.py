@@ -190,7 +190,9 @@ def _check_ranks(ranks: Sequence[OptimizerStates], first: ModelStates, world_siz
         # A group of experts is shared by the ranks with the same experts, any other group by all
         # ranks. Stage 3 states one number, that of all ranks.
         is_listed = bool(first.expert_ranks) and isinstance(declared, (list, tuple))
-        expected = [world_size // size for size in sizes] if is_listed else [world_size]
+        if is_listed and len(saved) == len(sizes):
+            saved = [count for count, size in zip(saved, sizes, strict=True) if size]
+        expected = [world_size // size for size in sizes if size] if is_listed else [world_size]
         if saved and (saved != expected if is_listed else set(saved) != {world_size}):
             raise CorruptError(
                 rank.file.path,
@@ -362,7 +364,7 @@ def _list_sharing_ranks(
     return [
         [
             [ranks[rank] for rank in own]
-            for own in list_expert_data_ranks(len(ranks), size, first.config)
+            for own in (list_expert_data_ranks(len(ranks), size, first.config) if size else ())
         ]
         for size in first.expert_ranks or (1,) * len(first.shapes)
     ]
@@ -380,7 +382,7 @@ def _iterate_unread(
         # The ranks have the same slots, but one that has only padding may have no state.
         states = (rank.get_group_state(index) for rank in ranks)
         state = next(filter(None, states), {})
-        if unread := state.keys() - known:
+        if members and (unread := state.keys() - known):
             yield members, state, unread
     if common := ranks[0].common_state:
         yield [fqn for members in shapes for fqn in members], common, set(common)

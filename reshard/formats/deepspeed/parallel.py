@@ -17,7 +17,9 @@ from reshard.core.manifest import BUFFER, WEIGHT_KINDS, Manifest
 from reshard.errors import TWO_RUNS, CorruptError, IncompleteError
 from reshard.formats.deepspeed import layers, native
 from reshard.formats.deepspeed.cuts import Cuts
-from reshard.formats.deepspeed.directory import RankFiles, TagFiles
+from reshard.formats.deepspeed.directory import RankFiles, TagFiles, advise_copying
+from reshard.formats.deepspeed.experts import tensor_ranks
+from reshard.formats.deepspeed.experts.tensor_ranks import TensorRanks
 from reshard.formats.deepspeed.stage0 import unwrap_optimizer
 from reshard.formats.deepspeed.states import ModelStates, open_optimizer
 from reshard.layouts.model_parallel import combine
@@ -25,46 +27,60 @@ from reshard.system.files import SourceFiles
 from reshard.system.threads import map_files
 
 
-def read(files: TagFiles, rules: Path | None = None) -> Manifest:
+def read(files: TagFiles, first: ModelStates, rules: Path | None = None) -> Manifest:
     """Describe the training state that all ranks hold together.
 
     Args:
+        first: the first rank's model states.
         rules: a user's table of how tensor-parallel ranks share parameters.
 
     Raises:
         IncompleteError: a rank's or a layer's file is missing.
         CorruptError: the files contradict each other.
+        UnsupportedError: experts together with a pipeline.
         UsageError: nothing says how tensor-parallel ranks share a parameter.
     """
-    firsts = map_files([rank for _, rank in sorted(files.ranks.items())], native.open_first)
+    others = [rank for number, rank in sorted(files.ranks.items()) if number]
+    firsts = [first, *map_files(others, native.open_first)]
     tensor = _find_tensor_size(files, firsts)
-    opened = _add_layers(files, firsts, tensor) if files.layers else [(f, ()) for f in firsts]
-    ranks = [
-        native.read(files.ranks[number], first, own) for number, (first, own) in enumerate(opened)
-    ]
+    mixture: TensorRanks | None = None
+    if files.has_experts:
+        mixture = tensor_ranks.read(files, firsts, tensor)
+        ranks = mixture.ranks
+    else:
+        opened = _add_layers(files, firsts, tensor) if files.layers else [(f, ()) for f in firsts]
+        ranks = [
+            native.read(files.ranks[number], own, layer_files)
+            for number, (own, layer_files) in enumerate(opened)
+        ]
     stages = [ranks[at : at + tensor] for at in range(0, len(ranks), tensor)]
-    entries = [entry for stage in stages for entry in stage[0].entries.values()]
+    whole = [mixture.experts] if mixture and mixture.experts else []
+    entries = [
+        entry
+        for part in (*(stage[0] for stage in stages), *whole)
+        for entry in part.entries.values()
+    ]
     cuts = Cuts(
         str(files.location),
-        firsts[0].tensor_parallel_info,
+        first.tensor_parallel_info,
         {entry.fqn: entry.shape for entry in entries},
         ranks=tensor,
         buffers=[entry.fqn for entry in entries if entry.kind == BUFFER],
         rules=rules,
     )
-    joined = combine.join_stages(
-        [
-            combine.join_tensor_ranks(_drop_unused(cuts, stages, number), cuts.find_split)
-            for number in range(len(stages))
-        ]
-    )
+    parts = [
+        combine.join_tensor_ranks(_drop_unused(cuts, stages, number), cuts.find_split)
+        for number in range(len(stages))
+    ]
+    joined = combine.join_stages([*parts, *whole])
     data = int(joined.origin.mesh["dp"])
     mesh = {"world": data * len(ranks), "dp": data, "tp": tensor, "pp": len(stages)}
-    return replace(
+    joined = replace(
         joined,
         origin=replace(joined.origin, mesh=mesh),
         warnings=(*joined.warnings, *cuts.notes),
     )
+    return mixture.finish(joined) if mixture else joined
 
 
 def _find_tensor_size(files: TagFiles, firsts: Sequence[ModelStates]) -> int:
@@ -79,15 +95,12 @@ def _find_tensor_size(files: TagFiles, firsts: Sequence[ModelStates]) -> int:
     else:
         tensor = counts.check_count(where, "tp_degree", declared.get("tp_degree"), default=count)
     stages = counts.check_count(where, "pp_degree", declared.get("pp_degree"), default=1)
-    ranks = counts.check_count(
-        where, "mp_world_size", firsts[0].root.get("mp_world_size"), default=1
-    )
-    expected = max(ranks, stages * tensor)
+    expected = max(firsts[0].model_ranks, stages * tensor)
     if count < expected:
         raise IncompleteError(
             files.location,
             f"was saved by {expected} model-parallel ranks; there are model states of {count}",
-            "copy the missing mp_rank_* files here",
+            advise_copying(files, "copy the missing mp_rank_* files here"),
         )
     if count % tensor:
         raise CorruptError(

@@ -67,8 +67,8 @@ def divide_members(
 ) -> Iterator[tuple[dict[str, Index], Sequence[OptimizerStates]]]:
     """Yield each expert-parallel rank's members of a group, and the ranks that share them."""
     names = list(members)
-    size = len(names) // len(parts)
     for part, ranks in enumerate(parts):
+        size = len(names) // len(parts)
         inside = names[part * size : (part + 1) * size]
         yield {name: members[name] for name in inside}, ranks
 

@@ -43,8 +43,8 @@ class ModelStates:
     Args:
         layer_tensors: tensors of the module that are in the files of a pipeline's layers.
         expert_ranks: for each group of ``shapes``, the number of expert-parallel ranks whose
-            members it lists, rank by rank; each rank's members have a separate flat tensor. Empty:
-            1 for every group.
+            members it lists, rank by rank; each rank's members have a separate flat tensor. 0: the
+            group is read elsewhere. Empty: 1 for every group.
         wrapped_names: fqn -> the name that DeepSpeed lists, where it is not the module's.
     """
 
@@ -83,6 +83,12 @@ class ModelStates:
         """``dp_world_size``; 0 if the file does not declare it."""
         declared = self.root.get("dp_world_size")
         return counts.check_count(self.file.path, "dp_world_size", declared, default=0)
+
+    @property
+    def model_ranks(self) -> int:
+        """``mp_world_size``; 1 if the file does not declare it."""
+        declared = self.root.get("mp_world_size")
+        return counts.check_count(self.file.path, "mp_world_size", declared, default=1)
 
     @property
     def buffers(self) -> frozenset[str]:

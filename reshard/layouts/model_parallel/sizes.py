@@ -52,7 +52,12 @@ ONE = Sizes()
 
 def parse_mesh(mesh: Mapping[str, int]) -> Sizes:
     """Return the sizes in a source's mesh (`manifest.Origin.mesh`)."""
-    return Sizes(tensor=mesh.get("tp", 1), pipeline=mesh.get("pp", 1), expert=mesh.get("ep", 1))
+    return Sizes(
+        tensor=mesh.get("tp", 1),
+        pipeline=mesh.get("pp", 1),
+        expert=mesh.get("ep", 1),
+        expert_tensor=mesh.get("etp"),
+    )
 
 
 def choose_world_size(sizes: Sizes, world: int | None, data: int | None, before: int) -> int:
@@ -82,10 +87,12 @@ def choose_world_size(sizes: Sizes, world: int | None, data: int | None, before:
             f" ({sizes})",
             f"pass --dp N, or --world-size {-(-ranks // sizes.model) * sizes.model}",
         )
-    if (ranks // sizes.model) % sizes.expert:
+    holders = ranks // (sizes.pipeline * (sizes.expert_tensor or sizes.tensor))
+    if holders % sizes.expert:
+        what = "data-parallel ranks" if holders == ranks // sizes.model else "ranks of a stage"
         raise UsageError(
             f"--ep {sizes.expert}",
-            f"does not divide the {ranks // sizes.model} data-parallel ranks",
+            f"does not divide the {holders} {what}",
             "experts are shared by data-parallel ranks: pass another --ep or --dp",
         )
     return ranks

@@ -17,7 +17,6 @@ from reshard.errors import (
     CorruptError,
     IncompleteError,
     StaleError,
-    UnsupportedError,
 )
 from reshard.formats.deepspeed.directory import TagFiles
 from reshard.formats.deepspeed.experts.layout import parse_expert_name
@@ -39,11 +38,13 @@ class Expert:
 def open_experts(files: TagFiles, first: ModelStates) -> list[Expert]:
     """Open every expert of every layer, in order; ``num_experts`` lists how many each layer has.
 
+    Each expert has one file, of whichever model-parallel rank: `tensor_ranks` selects the files of
+    one rank if there are more.
+
     Raises:
         IncompleteError: an expert's file is missing, or all are.
         StaleError: there are files of more experts than the model has, or of another step.
         CorruptError: a file does not hold its expert alone, or not the same tensors as the others.
-        UnsupportedError: experts are also cut by tensor parallelism.
     """
     if not files.experts:
         raise IncompleteError(
@@ -54,12 +55,15 @@ def open_experts(files: TagFiles, first: ModelStates) -> list[Expert]:
         )
     paths: dict[int, dict[int, Path]] = {}
     for (layer, number), ranks in sorted(files.experts.items()):
-        if set(ranks) != {0}:
-            raise UnsupportedError(
-                ranks[max(ranks)],
-                "belongs to an expert of a tensor-parallel run, which reshard does not read yet",
+        others = [path for rank, path in sorted(ranks.items()) if rank not in files.ranks]
+        if others:
+            raise StaleError(
+                others[0],
+                "belongs to an expert of a run with more tensor-parallel ranks than the"
+                f" {len(files.ranks)} of which there are model states",
+                TWO_RUNS,
             )
-        paths.setdefault(layer, {})[number] = ranks[0]
+        paths.setdefault(layer, {})[number] = next(iter(ranks.values()))
     declared = first.root.get("num_experts")
     counts = list(declared) if isinstance(declared, (list, tuple)) else []
     if not counts:  # DeepSpeed before 0.6 writes one number, which does not tell how many layers
@@ -70,8 +74,8 @@ def open_experts(files: TagFiles, first: ModelStates) -> list[Expert]:
         layer, number = missing
         raise IncompleteError(
             files.location,
-            f"layer_{layer}_expert_{number}_mp_rank_00_model_states.pt is missing; the model has"
-            f" {sum(counts)} experts in {len(counts)} layers",
+            f"layer_{layer}_expert_{number}_mp_rank_{files.number:02d}_model_states.pt is missing;"
+            f" the model has {sum(counts)} experts in {len(counts)} layers",
             FETCH_MISSING,
         )
     extra = sorted(e for e in files.experts if e[0] >= len(counts) or e[1] >= counts[e[0]])

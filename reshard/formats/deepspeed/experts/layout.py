@@ -14,6 +14,7 @@ from typing import Any
 _NAME = re.compile(
     r"(.*\.deepspeed_moe\.|deepspeed_moe\.)experts\.deepspeed_experts\.(\d{1,9})\.(.*)"
 )
+EXPERT_TENSOR = "etp"  # axis of a mesh: the ranks that share each expert
 _GROUP = re.compile(r"ep_size_(\d{1,9})")
 
 
@@ -57,6 +58,11 @@ def find_expert_parallel_size(hyper: Mapping[str, Any]) -> int | None:
 def name_expert_group(ranks: int) -> str:
     """Return the name of a group whose members are shared by a number of ranks."""
     return f"ep_size_{ranks}"
+
+
+def are_experts_cut(mesh: Mapping[str, int]) -> bool:
+    """Return whether tensor-parallel ranks of a source share each expert, by its mesh."""
+    return mesh.get(EXPERT_TENSOR, 1) > 1
 
 
 def list_expert_data_ranks(world: int, size: int, config: Mapping[str, Any]) -> list[range]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 from reshard.containers import torch_reader
@@ -18,7 +19,6 @@ from reshard.formats.deepspeed.experts.layout import find_expert_parallel_size, 
 from reshard.formats.deepspeed.schemas import OPTIMIZER
 from reshard.formats.deepspeed.stage0 import unwrap_optimizer
 from reshard.formats.deepspeed.states import ModelStates
-from reshard.layouts.model_parallel import combine
 
 
 def leave_out_repeated(files: TagFiles) -> TagFiles:
@@ -30,63 +30,78 @@ def leave_out_repeated(files: TagFiles) -> TagFiles:
     """
     if not files.ranks[0].optim:
         return files
-    optimizers = [_get_optimizer(_open(files, rank)) for rank, _ in files.expert_optim]
+    optimizers = [_get_optimizer(_open(path)) for path in files.expert_optim.values()]
     if all(not optimizer or "base_optimizer_state" in optimizer for optimizer in optimizers):
         return replace(files, expert_optim={})
     return files
 
 
 def read(
-    files: TagFiles, first: ModelStates, experts: Sequence[Expert], position: Mapping[str, int]
-) -> tuple[Manifest, Mapping[str, int]]:
-    """Read the ranks one by one, as their optimizers are stored by index, and join them.
+    files: TagFiles, firsts: Sequence[ModelStates], experts: Sequence[Expert]
+) -> tuple[list[tuple[int, Manifest]], Mapping[str, int]]:
+    """Read the expert-parallel ranks one by one, as their optimizers are stored by index.
 
     Args:
-        position: fqn -> its position in the module.
+        firsts: the model states of each model-parallel rank.
 
     Returns:
-        The manifest, and how many ranks share the experts of each layer.
+        For each expert-parallel rank its model-parallel rank, and the manifest of what it holds.
+        Weights outside the experts are those of the first that has them. And how many ranks share
+        the experts of each layer.
 
     Raises:
         IncompleteError: a rank's file is missing.
         StaleError: files of two runs are mixed.
         UnsupportedError: the layers of experts are shared by different numbers of ranks.
     """
-    count = 1 + max(rank for rank, _ in files.expert_optim)
-    optimizers = [_open(files, rank) for rank in range(count)]
+    paths = _list_paths(files)
+    optimizers = [(number, _open(path)) for number, path in paths]
+    count = len(optimizers)
     counts = count_experts(experts)
-    for file in optimizers:
+    for _, file in optimizers:
         _check_sizes(file, count, counts)
     per_rank = {layer: total // count for layer, total in counts.items()}
-    ranks = []
-    for rank, file in enumerate(optimizers):
+    ranks: list[tuple[int, Manifest]] = []
+    for rank, (number, file) in enumerate(optimizers):
         own = [e for e in experts if e.number * count // counts[e.layer] == rank]
         optimizer = _with_global_names(_get_optimizer(file), rank, per_rank)
+        first = firsts[number]
         root = first.root | {"module": insert_experts(first, own), "optimizer": optimizer}
         opened = [file, *(expert.file for expert in own)]
-        manifest = native.read(files.ranks[0], replace(first, root=root), opened)
-        if rank:  # the weights outside the experts are in one file, which rank 0 has read already
+        manifest = native.read(files.ranks[number], replace(first, root=root), opened)
+        if any(number == other for other, _ in ranks):  # one file has the weights beside experts
             manifest = manifest.with_entries(
                 entry
                 for entry in manifest.entries.values()
                 if entry.kind not in (PARAM, BUFFER) or parse_expert_name(entry.fqn)
             )
-        ranks.append(manifest)
-    joined = combine.join_stages(ranks)
-    entries = sorted(
-        joined.entries.values(), key=lambda entry: position.get(entry.fqn, len(position))
-    )
-    return joined.with_entries(entries), dict.fromkeys(counts, count)
+        ranks.append((number, manifest))
+    return ranks, dict.fromkeys(counts, count)
 
 
-def _open(files: TagFiles, rank: int) -> TorchFile:
-    path = files.expert_optim.get((rank, 0))
-    if path is None:
+def _list_paths(files: TagFiles) -> list[tuple[int, Path]]:
+    """Return the model-parallel rank and the file of each expert-parallel rank."""
+    paths: dict[int, tuple[int, Path]] = {}
+    for (rank, number), path in sorted(files.expert_optim.items()):
+        if rank in paths:
+            raise StaleError(
+                path,
+                f"repeats the optimizer of {paths[rank][1].name}, but tensor-parallel ranks have"
+                " each expert whole here",
+                TWO_RUNS,
+            )
+        paths[rank] = number, path
+    missing = next((rank for rank in range(max(paths)) if rank not in paths), None)
+    if missing is not None:
         raise IncompleteError(
             files.location,
-            f"expp_rank_{rank}_mp_rank_00_optim_states.pt is missing",
+            f"expp_rank_{missing}_mp_rank_{files.number:02d}_optim_states.pt is missing",
             "copy it here",
         )
+    return [paths[rank] for rank in sorted(paths)]
+
+
+def _open(path: Path) -> TorchFile:
     file = torch_reader.read(path)
     expect(path, file.root, fields(optimizer=maybe(OPTIMIZER)))
     return file

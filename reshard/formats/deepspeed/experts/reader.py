@@ -26,6 +26,7 @@ from reshard.formats.deepspeed.experts.files import (
 )
 from reshard.formats.deepspeed.experts.layout import find_expert_parallel_size, parse_expert_name
 from reshard.formats.deepspeed.states import ModelStates
+from reshard.layouts.model_parallel import combine
 from reshard.units import some
 
 _LISTED = 4
@@ -41,33 +42,52 @@ def read(files: TagFiles, first: ModelStates) -> Manifest:
     Raises:
         IncompleteError: an expert's or a rank's file is missing.
         CorruptError: the files contradict each other.
-        UnsupportedError: experts together with another form of model parallelism, or experts of
-            another class than DeepSpeed's MoE layer.
+        UnsupportedError: experts of stage 3, or of another class than DeepSpeed's MoE layer.
     """
     files = optimizers.leave_out_repeated(files)
-    _refuse(files, first)
+    refuse(files, first)
     experts = open_experts(files, first)
     module = insert_experts(first, experts)
-    position = {name: at for at, name in enumerate(module)}
     lacks_lists = bool(files.ranks[0].optim) and "param_shapes" not in first.root
     if lacks_lists:
         first = lists.complete(first, files.ranks[0], module)
     if files.expert_optim:
-        manifest, sizes = optimizers.read(files, first, experts, position)
+        ranks, sizes = optimizers.read(files, [first], experts)
+        manifest = combine.join_stages([rank for _, rank in ranks])
     else:
-        first, sizes = _with_all_experts(first, experts)
+        first, sizes = with_all_experts(first, experts)
         manifest = native.read(files.ranks[0], first, [expert.file for expert in experts])
-    mesh = {**manifest.origin.mesh, "ep": max(sizes.values())}
-    manifest = replace(manifest, origin=replace(manifest.origin, mesh=mesh))
-    per_rank = {layer: count // sizes[layer] for layer, count in count_experts(experts).items()}
-    groups = [
-        _sort_group(manifest, group, position, per_rank) for group in manifest.train.param_groups
-    ]
-    manifest = replace(manifest, train=replace(manifest.train, param_groups=tuple(groups)))
+    manifest = finish(manifest, module, count_experts(experts), sizes)
     if lacks_lists and manifest.frozen:
         text = f"{_NO_BUFFERS}: {some(sorted(manifest.frozen), _LISTED)}"
         manifest = replace(manifest, warnings=(*manifest.warnings, text))
     return manifest
+
+
+def finish(
+    manifest: Manifest,
+    module: Iterable[str],
+    counts: Mapping[str, int],
+    sizes: Mapping[str, int],
+) -> Manifest:
+    """Return the manifest with its tensors and groups of experts in the module's order.
+
+    Args:
+        module: the names of the module with all experts, in order.
+        counts: the experts of each layer.
+        sizes: the expert-parallel ranks that share each layer.
+    """
+    position = {name: at for at, name in enumerate(module)}
+    mesh = {**manifest.origin.mesh, "ep": max(sizes.values())}
+    manifest = replace(manifest, origin=replace(manifest.origin, mesh=mesh))
+    per_rank = {layer: count // sizes[layer] for layer, count in counts.items()}
+    groups = [
+        _sort_group(manifest, group, position, per_rank) for group in manifest.train.param_groups
+    ]
+    manifest = replace(manifest, train=replace(manifest.train, param_groups=tuple(groups)))
+    return manifest.with_entries(
+        sorted(manifest.entries.values(), key=lambda e: position.get(e.fqn, len(position)))
+    )
 
 
 def _sort_group(
@@ -106,15 +126,15 @@ def _sort_group(
     return replace(group, fqns=tuple(fqns))
 
 
-def _refuse(files: TagFiles, first: ModelStates) -> None:
-    """Refuse runs with experts that are not read yet, and files of two runs."""
+def refuse(files: TagFiles, first: ModelStates) -> None:
+    """Refuse runs with experts that are not read yet, and files of two runs.
+
+    Raises:
+        UnsupportedError: naming what is not read.
+        IncompleteError: there are no optimizer states.
+        StaleError: there are optimizer states of two runs.
+    """
     where = files.location
-    if files.layers or set(files.ranks) != {0}:
-        raise UnsupportedError(
-            where,
-            "contains experts of a tensor-parallel or pipeline-parallel run, which reshard does"
-            " not read yet",
-        )
     if any(layer < 0 for layer, _ in files.experts):
         raise UnsupportedError(
             where,
@@ -140,12 +160,16 @@ def _refuse(files: TagFiles, first: ModelStates) -> None:
         )
 
 
-def _with_all_experts(
+def with_all_experts(
     first: ModelStates, experts: Sequence[Expert]
 ) -> tuple[ModelStates, Mapping[str, int]]:
     """Return the model states of a rank with all experts, and the ranks that share each layer.
 
     A flat group of experts lists its members rank by rank.
+
+    Raises:
+        CorruptError: a rank does not list an equal part of a layer's experts.
+        IncompleteError: a layer has no file of an expert.
     """
     per_rank = _count_local(first.declared_names)
     sizes: dict[str, int] = {}

@@ -77,10 +77,8 @@ def lay_out(
     }
     notes = tuple(gpt_neox.describe_settings(state, grid_options.sizes))
     state = gpt_neox.adapt_settings(state, grid_options.sizes)
-    mixture = experts.find_mixture(state, grid_options, world_size, weights_only=weights_only)
-    if mixture is not None:
-        spec, models, optimizers = files.lay_out_experts(mixture, **options)
-        parts, notes = [(models, optimizers)], mixture.notes
+    if experts.has_mixture(state):
+        parts, spec, notes = _lay_out_mixture(state, grid_options, **options)
     elif grid.is_whole(state, grid_options):
         spec = resolve_spec(state, **options)
         parts = [files.lay_out_rank(spec)]
@@ -100,6 +98,45 @@ def lay_out(
         models.checksums + optimizers.checksums,
     )
     return LaidOut(skeleton, (*report.describe_output(spec), *notes))
+
+
+def _lay_out_mixture(
+    state: WritableState,
+    grid_options: GridOptions,
+    *,
+    world_size: int,
+    stage: int,
+    weights_only: bool,
+    **options: Any,
+) -> tuple[list[tuple[Skeleton, Skeleton]], OutputSpec, tuple[str, ...]]:
+    """Lay out a run with experts; return each model-parallel rank's files, the spec, and notes."""
+    trained = find_precision(state)
+    cut = ModelGrid((ModelRank(0, state),), layered=False, notes=())
+    if grid_options.sizes.model > 1:
+        cut = grid.cut_state(state, grid_options)
+    mixtures = [
+        experts.make_mixture(
+            rank.state, grid_options, world_size, weights_only=weights_only, mp_rank=rank.number
+        )
+        for rank in cut.ranks
+    ]
+    laid_out = [
+        files.lay_out_experts(
+            mixture,
+            sizes=grid_options.sizes,
+            world_size=world_size,
+            stage=stage,
+            weights_only=weights_only,
+            trained=trained,
+            **options,
+        )
+        for mixture in mixtures
+    ]
+    parts = [
+        (rank.lift(models), rank.lift(optimizers))
+        for rank, (_, models, optimizers) in zip(cut.ranks, laid_out, strict=True)
+    ]
+    return parts, laid_out[0][0], (*cut.notes, *mixtures[0].notes)
 
 
 def _resolve_ranks(

@@ -15,6 +15,7 @@ from reshard.core.manifest import Entry, Skeleton
 from reshard.errors import UnsupportedError, UsageError
 from reshard.formats.deepspeed import order
 from reshard.formats.deepspeed.experts.layout import (
+    are_experts_cut,
     find_expert_parallel_size,
     list_expert_data_ranks,
     locate_rank,
@@ -49,12 +50,16 @@ class ExpertRank:
 
 @dataclass(frozen=True, slots=True)
 class Mixture:
-    """The experts of a new run.
+    """The experts of a new run, as one model-parallel rank has them.
 
     Args:
-        state: the whole model's, in the param groups of that run.
+        state: the model's with all experts, in the param groups of that run.
         counts: the experts of each layer, by the prefix of its names and in the model's order.
         sizes: the expert-parallel ranks that share each layer.
+        world: number of data-parallel ranks.
+        mp_rank: number of the model-parallel rank.
+        tensor: number of tensor-parallel ranks that expert-parallel groups span; 1 if each
+            tensor-parallel rank has groups of its own.
     """
 
     state: WritableState
@@ -62,22 +67,47 @@ class Mixture:
     sizes: Mapping[str, int]
     world: int
     notes: tuple[str, ...] = ()
+    mp_rank: int = 0
+    tensor: int = 1
     _ranks: dict[tuple[int, ...], ExpertRank] = field(default_factory=dict)
 
-    def list_optimizer_ranks(self) -> list[int]:
-        """Return the ranks that save their optimizer without ZeRO: one for each set of experts."""
-        config = order.find_engine_config(self.state) or {}
+    def list_optimizers(self) -> Iterator[tuple[str, ExpertRank]]:
+        """Yield the file of each optimizer without ZeRO, one for each set of experts."""
         most = max(self.sizes.values())  # the engine names these files by the largest group
-        return [ranks[0] for ranks in list_expert_data_ranks(self.world, most, config)]
+        for number, writer in enumerate(self._list_writers(most)):
+            if writer is not None:
+                name = f"expp_rank_{number}_mp_rank_{self.mp_rank:02d}_optim_states.pt"
+                yield name, self.select_rank(writer)
+
+    def _list_writers(self, size: int) -> list[int | None]:
+        """Return the data-parallel rank that writes the experts of each expert-parallel rank.
+
+        None: another tensor-parallel rank writes them.
+
+        Args:
+            size: number of expert-parallel ranks.
+        """
+        first = [ranks[0] for ranks in self._list_sharing_ranks(size)]
+        own = self.mp_rank % self.tensor
+        return [rank // self.tensor if rank % self.tensor == own else None for rank in first]
+
+    def _list_sharing_ranks(self, size: int) -> list[range]:
+        config = order.find_engine_config(self.state) or {}
+        return list_expert_data_ranks(self.world * self.tensor, size, config)
 
     def list_files(self) -> Iterator[tuple[str, dict[str, str]]]:
         """Yield each expert's file, and its content: name -> the name whose values it has."""
         contents: dict[str, dict[str, str]] = {}
         numbers = {layer: number for number, layer in enumerate(self.counts)}
+        writers = {size: self._list_writers(size) for size in set(self.sizes.values())}
         kept_names = {weight.fqn: weight.fqn for weight in self.state.weights}
         for fqn, kept in (kept_names | dict(self.state.manifest.tied)).items():
             if own := parse_expert_name(fqn):
-                name = f"layer_{numbers[own.layer]}_expert_{own.number}_mp_rank_00_model_states.pt"
+                size = self.sizes[own.layer]
+                if writers[size][own.number * size // self.counts[own.layer]] is None:
+                    continue
+                expert = f"layer_{numbers[own.layer]}_expert_{own.number}"
+                name = f"{expert}_mp_rank_{self.mp_rank:02d}_model_states.pt"
                 contents.setdefault(name, {})[fqn] = kept
         yield from contents.items()
 
@@ -90,10 +120,11 @@ class Mixture:
         return list(parts.values())
 
     def select_rank(self, rank: int) -> ExpertRank:
-        """Return what a rank holds; ranks with the same experts share one value."""
+        """Return what a data-parallel rank holds; ranks with the same experts share one value."""
         config = order.find_engine_config(self.state) or {}
+        world, rank = self.world * self.tensor, rank * self.tensor + self.mp_rank % self.tensor
         positions = {
-            size: locate_rank(self.world, size, config, rank)[0]
+            size: locate_rank(world, size, config, rank)[0]
             for size in sorted(set(self.sizes.values()))
         }
         key = tuple(positions.values())
@@ -129,34 +160,49 @@ class Mixture:
         return ExpertRank(replace(state, manifest=replace(state.manifest, tied=tied)), names)
 
 
-def find_mixture(
-    state: WritableState, options: GridOptions, world: int, *, weights_only: bool = False
-) -> Mixture | None:
-    """Return the experts of a state; None if it has none.
+def has_mixture(state: WritableState) -> bool:
+    """Return whether a state has experts."""
+    return any(parse_expert_name(weight.fqn) for weight in state.weights)
 
-    Files of weights alone do not depend on the ranks that share the experts.
+
+def make_mixture(
+    state: WritableState,
+    options: GridOptions,
+    world: int,
+    *,
+    weights_only: bool = False,
+    mp_rank: int = 0,
+) -> Mixture:
+    """Return the experts of a state, as one model-parallel rank has it.
+
+    Files of weights alone do not depend on the ranks that share the experts, unless these belong to
+    several tensor-parallel ranks.
+
+    Args:
+        world: number of data-parallel ranks.
+        mp_rank: number of the model-parallel rank.
 
     Raises:
         UsageError: the ranks cannot share the experts evenly.
-        UnsupportedError: the grid has tensor- or pipeline-parallel ranks too; param groups of
-            experts are not DeepSpeed's.
+        UnsupportedError: the grid has pipeline stages, or tensor-parallel ranks with which
+            DeepSpeed does not save every file; param groups of experts are not DeepSpeed's.
     """
     counts = _count_experts(state)
-    if not counts:
-        return None
-    if options.sizes.model > 1:
+    if options.sizes.pipeline > 1:
         raise UnsupportedError(
             f"{options.sizes}",
-            "reshard does not write experts together with tensor-parallel or pipeline-parallel"
-            " ranks",
-            "leave out --tp and --pp",
+            "reshard does not write experts together with pipeline stages",
+            "leave out --pp",
         )
-    if weights_only:
-        return Mixture(state, counts, dict.fromkeys(counts, 1), world)
+    is_cut = are_experts_cut(state.manifest.origin.mesh)
+    tensor = 1 if is_cut else options.sizes.tensor
+    if weights_only and tensor == 1:
+        return Mixture(state, counts, dict.fromkeys(counts, 1), world, (), mp_rank)
     before = _find_sizes(state, counts)
     sizes = dict.fromkeys(counts, options.experts) if options.experts else before
     for layer, size in sizes.items():
-        _check_divisible(layer, counts[layer], size, world)
+        _check_divisible(layer, counts[layer], size, world * tensor)
+        _refuse_partial_save(state, layer, size, tensor)
     groups, notes = regroup_experts(state, counts, before, sizes)
     different = sorted(set(sizes.values()))
     if len(different) > 1:  # DeepSpeed iterates over a set of names (0.19.8 ``moe/utils.py``)
@@ -167,7 +213,30 @@ def find_mixture(
             " PYTHONHASHSEED as in the run that saved it, or pass --ep N for all"
         )
         notes = (*notes, note)
-    return Mixture(replace(state, groups=groups), counts, sizes, world, notes)
+    if options.sizes.tensor > 1:
+        each = "share each expert, so" if is_cut else "have each expert whole, so"
+        setting = f"enable_expert_tensor_parallelism={is_cut}"
+        note = f"tensor-parallel ranks {each} the layers of the new run need {setting}"
+        notes = (*notes, note)
+    return Mixture(replace(state, groups=groups), counts, sizes, world, notes, mp_rank, tensor)
+
+
+def _refuse_partial_save(state: WritableState, layer: str, size: int, tensor: int) -> None:
+    """Refuse grids of whole experts in which a rank looks for files that no rank writes.
+
+    A rank looks for the files of its own tensor-parallel rank, and only the first of the ranks that
+    share an expert writes its file (DeepSpeed 0.19.8 ``runtime/engine.py``).
+    """
+    config = order.find_engine_config(state) or {}
+    if tensor == 1 or (size % tensor == 0 and not config.get("use_data_before_expert_parallelism")):
+        return
+    raise UnsupportedError(
+        f"--tp {tensor} --ep {size}",
+        f"DeepSpeed has no complete files of the experts of {layer.rstrip('.')!r} there: with whole"
+        " experts, the expert-parallel ranks must be a multiple of the tensor-parallel ranks,"
+        " without use_data_before_expert_parallelism",
+        "give another --ep or --tp",
+    )
 
 
 def refuse_stage(mixture: Mixture, stage: int, *, weights_only: bool) -> None:

@@ -18,8 +18,9 @@ from reshard.formats.deepspeed.write import model_states, stage3, stage12
 from reshard.formats.deepspeed.write.experts import Mixture, refuse_stage
 from reshard.formats.deepspeed.write.grid import ModelRank
 from reshard.formats.deepspeed.write.objects import WRITTEN_AS
-from reshard.formats.deepspeed.write.spec import OutputSpec, find_precision, resolve_spec
+from reshard.formats.deepspeed.write.spec import OutputSpec, resolve_spec
 from reshard.formats.deepspeed.write.stage0 import make_optimizer
+from reshard.layouts.model_parallel.sizes import Sizes
 from reshard.training.state import WritableState
 
 
@@ -35,23 +36,28 @@ def lay_out_rank(spec: OutputSpec, rank: ModelRank | None = None) -> tuple[Skele
 
 
 def lay_out_experts(
-    mixture: Mixture, *, stage: int, weights_only: bool, **options: Any
+    mixture: Mixture, *, sizes: Sizes, stage: int, weights_only: bool, **options: Any
 ) -> tuple[OutputSpec, Skeleton, Skeleton]:
-    """Lay out a run with experts.
+    """Lay out what one model-parallel rank of a run with experts writes.
+
+    Args:
+        sizes: sizes of the model-parallel grid.
 
     Returns:
-        The spec of the whole model; the model states with every expert's file; the optimizer
-        states.
+        The spec of all experts; the model states with the experts' files; the optimizer states.
     """
     refuse_stage(mixture, stage, weights_only=weights_only)
     stage = 0 if weights_only else stage
-    trained = find_precision(mixture.state)
 
     def resolve(state: WritableState) -> OutputSpec:
-        spec = resolve_spec(
-            state, trained=trained, stage=stage, weights_only=weights_only, **options
+        spec = resolve_spec(state, stage=stage, weights_only=weights_only, **options)
+        return replace(
+            spec,
+            experts=tuple(mixture.counts.values()),
+            sizes=sizes,
+            mp_rank=mixture.mp_rank,
+            spans_tensor_ranks=mixture.tensor > 1,
         )
-        return replace(spec, experts=tuple(mixture.counts.values()))
 
     whole, first = resolve(mixture.state), mixture.select_rank(0)
     own = skeletons.join(_lay_out_model_states(resolve(first.state)))
@@ -62,8 +68,8 @@ def lay_out_experts(
             files = _lay_out_optimizer_states(resolve(part.state), ranks)
             optimizers.append(part.lift(skeletons.join(files)))
     else:
-        for number, part in enumerate(map(mixture.select_rank, mixture.list_optimizer_ranks())):
-            name = f"{whole.tag}/expp_rank_{number}_mp_rank_00_optim_states.pt"
+        for file, part in mixture.list_optimizers():
+            name = f"{whole.tag}/{file}"
             root = {"optimizer": None if weights_only else make_optimizer(resolve(part.state))}
             stamp = whole.stamp(name)
             optimizers.append(part.lift(torch_writer.lay_out_object(name, root, stamp=stamp)))

@@ -16,13 +16,14 @@ from reshard.core.manifest import Entry, Key, Skeleton
 from reshard.errors import UnsupportedError, UsageError
 from reshard.formats.deepspeed import order
 from reshard.formats.deepspeed.cuts import TENSOR_PARALLEL_INFO, Cuts
+from reshard.formats.deepspeed.experts.layout import are_experts_cut, parse_expert_name
 from reshard.formats.deepspeed.layers import TIED
 from reshard.formats.deepspeed.write import autotp
 from reshard.formats.deepspeed.write.pipeline import Layer, list_layers, share_layers
 from reshard.layouts.model_parallel import shards
 from reshard.layouts.model_parallel.moves import Move, apply_moves
 from reshard.layouts.model_parallel.rules import FORM
-from reshard.layouts.model_parallel.shards import Split
+from reshard.layouts.model_parallel.shards import REPLICATED, Split
 from reshard.layouts.model_parallel.sizes import ONE, Sizes
 from reshard.training.copied_files import TENSOR
 from reshard.training.state import (
@@ -84,7 +85,8 @@ class ModelRank:
         return replace(skeleton, entries=tuple(map(self._lift, skeleton.entries)))
 
     def _lift(self, entry: Entry) -> Entry:
-        if entry.kind == TENSOR:  # a script's own tensor, which every rank stores whole
+        # A script's own tensor is whole on every rank, and so is the state of a single rank.
+        if entry.kind == TENSOR or not self.whole:
             return entry
         shape, moves, split = self.whole[entry.fqn]
         lifted = replace(entry, shape=shape, chunks=tuple(apply_moves(entry.chunks, moves)))
@@ -134,7 +136,7 @@ def cut_state(state: WritableState, options: GridOptions) -> ModelGrid:
             element.
     """
     manifest, sizes = state.manifest, options.sizes
-    if sizes.expert > 1:
+    if sizes.expert > 1 and not any(parse_expert_name(w.fqn) for w in state.weights):
         raise UsageError(
             f"--ep {sizes.expert}",
             f"{manifest.origin.path} contains no experts of deepspeed.moe",
@@ -225,7 +227,13 @@ class _Cutter:
                 f" {self.size}; for FSDP 2: --to fsdp2 --mesh dp_shard=N,tp={self.size}; or state"
                 f" it with --rules FILE: {FORM}",
             )
-        self.splits = {fqn: cuts.find_split(fqn, shape) for fqn, shape in shapes.items()}
+        keeps_experts = not are_experts_cut(state.manifest.origin.mesh)
+        self.splits = {
+            fqn: REPLICATED
+            if keeps_experts and parse_expert_name(fqn)
+            else cuts.find_split(fqn, shape)
+            for fqn, shape in shapes.items()
+        }
         self._shapes = {
             fqn: self._pad(fqn, shape, options.divisible) for fqn, shape in shapes.items()
         }

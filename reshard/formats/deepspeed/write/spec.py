@@ -13,7 +13,7 @@ from reshard.core.stamps import Stamp
 from reshard.errors import IncompleteError, UnsupportedError, UsageError
 from reshard.formats.deepspeed import order
 from reshard.formats.deepspeed.cuts import TENSOR_PARALLEL_INFO
-from reshard.formats.deepspeed.experts.layout import locate_rank
+from reshard.formats.deepspeed.experts.layout import has_experts, locate_rank
 from reshard.formats.deepspeed.train_state import ENGINE_KEYS
 from reshard.formats.deepspeed.write.objects import UNSCALED, complete_scaler, make_initial_scaler
 from reshard.layouts.model_parallel.sizes import ONE, Sizes
@@ -57,6 +57,7 @@ class OutputSpec:
         sizes: sizes of the model-parallel grid, of which this is the rank ``mp_rank``.
         layered: whether the module is in files of its layers.
         experts: how many experts each MoE layer of the whole model has; they have their own files.
+        spans_tensor_ranks: whether expert-parallel groups have ranks of all tensor-parallel ranks.
         drops_round_robin: whether ``round_robin_gradients`` of the source is off in ``config``.
         weights_only: without optimizer, in the layout of stage 0 or 3.
     """
@@ -82,6 +83,7 @@ class OutputSpec:
     mp_rank: int = 0
     layered: bool = False
     experts: tuple[int, ...] = ()
+    spans_tensor_ranks: bool = False
 
     @property
     def flats(self) -> tuple[tuple[TrainedParameter, ...], ...]:
@@ -131,12 +133,18 @@ class OutputSpec:
 
     def count_partitions(self, group: TrainedGroup) -> int:
         """Return how many ranks share a group's flat tensors."""
-        return order.count_partitions(group, self.world_size)
+        return order.count_partitions(group, self.world_size * self._count_spanned(group))
 
     def locate_partition(self, group: TrainedGroup, rank: int) -> int:
-        """Return a rank's position among the ranks that share a group's flat tensors."""
-        size = self.world_size // self.count_partitions(group)
-        return locate_rank(self.world_size, size, self.config, rank)[1]
+        """Return a data-parallel rank's position among those that share a group's flat tensors."""
+        spanned = self._count_spanned(group)
+        world = self.world_size * spanned
+        size = world // self.count_partitions(group)
+        return locate_rank(world, size, self.config, rank * spanned + self.mp_rank % spanned)[1]
+
+    def _count_spanned(self, group: TrainedGroup) -> int:
+        """Return how many tensor-parallel ranks the ranks that share a group belong to."""
+        return self.sizes.tensor if self.spans_tensor_ranks and has_experts(group.hyper) else 1
 
     def build_param_groups(self) -> list[dict[str, Any]]:
         """Return the groups as the optimizer stores them, with the indices of the flat tensors."""
