@@ -103,6 +103,18 @@ def test_a_node_needs_only_the_files_of_its_ranks(run, manifest):
     ]
 
 
+def test_a_run_of_several_checkpoints_is_checked_at_the_chosen_one(run, manifest):
+    (checkpoint,) = (path for path in run.iterdir() if path.is_dir())
+    other = checkpoint.with_name("global_step99")
+    shutil.copytree(checkpoint, other)
+    damage(find_file(other), 3000)
+    assert reshard.verify(run, against=manifest, include=[RANK]).passed
+    report = reshard.verify(run, against=manifest, include=[RANK], tag="99")
+    assert str(other) in report.check("files").failures[0]
+    (run / "latest").unlink()
+    assert not reshard.verify(run, against=manifest, include=[RANK]).passed
+
+
 def test_a_file_of_another_size_differs(run, manifest):
     path = find_file(run)
     path.write_bytes(path.read_bytes()[:-1])

@@ -18,13 +18,14 @@ from reshard.checks.result import Check
 from reshard.commands.reading import Meter, open_progress
 from reshard.commands.verify.options import VerifyOptions
 from reshard.commands.verify.report import VerifyReport
-from reshard.core.location import get_directory
+from reshard.core.location import Location, get_directory
 from reshard.errors import CorruptError, ReshardError, UsageError
+from reshard.formats.run import find_checkpoint
 from reshard.system.files import get_size
 from reshard.system.paths import as_path
 from reshard.units import counted, some
 
-_OF_WHOLE_CHECKPOINT = ("tag", "model", "write_manifest", "html", "ignore")  # options
+_OF_WHOLE_CHECKPOINT = ("model", "write_manifest", "html", "ignore")  # options
 _DEPTH = 2  # folders between the directory of a run and the files of a checkpoint
 
 
@@ -83,7 +84,7 @@ def check_included(
         f"{len(chosen)} of {counted(len(listed), 'file')}, {counted(blocks, 'block')}",
         exit_code=CorruptError.exit_code,
     )
-    places = _find_places(sources, chosen)
+    places = _find_places(sources, chosen, options.tag)
     with open_progress(meter, sum(each.nbytes for each in chosen)) as progress:
         for each in chosen:
             check.failures += _describe_file(each, places.get(each.name), options)
@@ -141,38 +142,48 @@ def _choose_files(listed: Sequence[FileDigests], options: VerifyOptions) -> list
     return list(chosen.values())
 
 
-def _find_places(sources: Sequence[Path], chosen: Sequence[FileDigests]) -> dict[str, str]:
+def _find_places(
+    sources: Sequence[Path], chosen: Sequence[FileDigests], tag: str | None
+) -> dict[str, str]:
     """Return the path of each file that is there, by its name in the manifest."""
-    folders = [get_directory(str(path)) for path in sources]
+    folders = [found for path in sources if (found := _find_folder(path, chosen, tag))]
+    if not folders:
+        raise UsageError(
+            sources[0],
+            f"contains no file {some([each.name for each in chosen])}",
+            "pass the directory of the checkpoint that the manifest was written from",
+        )
+    return {
+        each.name: str(folder / each.name)
+        for folder in folders
+        for each in chosen
+        if (folder / each.name).exists()
+    }
+
+
+def _find_folder(source: Path, chosen: Sequence[FileDigests], tag: str | None) -> Path | None:
+    """Return the directory of the files; in a run with several, that of its checkpoint."""
+
+    def has_files(location: Location) -> bool:
+        return any((location.path / each.name).exists() for each in chosen)
+
+    top = Location([get_directory(str(source))])
+    level = [top]
     for _ in range(_DEPTH + 1):
-        having = [
-            folder for folder in folders if any((folder / each.name).exists() for each in chosen)
-        ]
-        if len(having) > len(sources):
-            raise UsageError(
-                sources[0],
-                f"has files of the manifest in {some([str(folder) for folder in having])}",
-                "pass the directory of one checkpoint",
-            )
+        having = [each for each in level if has_files(each)]
+        if having and (tag or len(having) > 1):
+            checkpoint = find_checkpoint(top, tag, has_files)
+            if checkpoint is None:
+                raise UsageError(
+                    source,
+                    f"has files of the manifest in {some([str(each) for each in having])}",
+                    "pass the directory of one checkpoint",
+                )
+            return checkpoint.path
         if having:
-            return {
-                each.name: str(folder / each.name)
-                for folder in having
-                for each in chosen
-                if (folder / each.name).exists()
-            }
-        folders = [
-            below
-            for folder in folders
-            if folder.is_dir()
-            for below in folder.iterdir()
-            if below.is_dir()
-        ]
-    raise UsageError(
-        sources[0],
-        f"contains no file {some([each.name for each in chosen])}",
-        "pass the directory of the checkpoint that the manifest was written from",
-    )
+            return having[0].path
+        level = [below for each in level for below in each.folders.values()]
+    return None
 
 
 def _list_names(listed: Sequence[FileDigests]) -> str:
