@@ -191,6 +191,8 @@ def copy_companions(
     added: dict[str, OutputFile] = {}
     for folder, below in ((directory, beside), (directory.resolve().parent, above)):
         for path in _list_companions(folder):
+            if folder != directory and directory.resolve() in path.parents:
+                continue
             name = path.relative_to(folder).as_posix()
             name = f"{below}/{name}" if below else name
             if name not in taken and name not in added:
@@ -259,8 +261,10 @@ def _read_progress(path: Path, manifest: Manifest) -> bytes:
 def _list_companions(folder: Path) -> list[Path]:
     """Return the files of a model and of its adapters, and the run's progress, where they are."""
     folders = [folder, *(child for child in sorted(folder.iterdir()) if child.is_dir())]
-    # PEFT stores the configuration of an adapter with a name in a folder of that name.
-    adapters = [path for each in folders if (path := each / ADAPTER_CONFIG).is_file()]
+    # PEFT stores the configuration of an adapter with a name in a folder of that name. A folder
+    # with the progress of a run is another checkpoint.
+    own = [each for each in folders if each == folder or not (each / _PROGRESS).is_file()]
+    adapters = [path for each in own if (path := each / ADAPTER_CONFIG).is_file()]
     found = find_companions(None, [folder])
     paths = list(found.others)
     if adapters and not paths:  # PEFT's directories have no config.json

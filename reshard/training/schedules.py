@@ -1,4 +1,4 @@
-"""Scale learning-rate schedules that count several steps per update to another run.
+"""Build the state of a learning-rate schedule, and scale it to a run of other ranks.
 
 Accelerate steps a prepared scheduler once per process and update (``AcceleratedScheduler.step``
 with ``split_batches=False``, its default), so the counters and the lengths in a scheduler's state
@@ -6,12 +6,14 @@ are in units of updates times processes. A state that continues at another numbe
 all of them multiplied by the same factor: the schedule stays the same function of the updates.
 
 Sources: Accelerate 1.15 ``scheduler.py``; torch 2.13 ``optim/lr_scheduler.py``, whose
-``load_state_dict`` takes lengths (``T_max``, ``step_size`` ...) from the state, not the script.
+``load_state_dict`` takes lengths (``T_max``, ``step_size`` ...) from the state, not the script
+(it sets every value as an attribute; ``LambdaLR`` needs ``lr_lambdas``); DeepSpeed 0.19.8
+``runtime/lr_schedules.py`` (every ``load_state_dict`` reads ``last_batch_iteration``).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from fractions import Fraction
 from math import ceil
@@ -27,12 +29,39 @@ from reshard.training.copied_files import SCHEDULER
 _COUNTER = "collections.Counter"  # of MultiStepLR's milestones
 _INNER = "_schedulers"  # of SequentialLR and ChainedScheduler
 _STEPS = "last_epoch"
+_DEEPSPEEDS_STEPS = "last_batch_iteration"
 _WHOLE = ("step_size", "total_iters", "patience")  # exact only if they stay whole numbers
+
+
+def build_state(step: int, rates: Sequence[Any]) -> dict[str, Any]:
+    """Return the state of a ``LambdaLR`` at a step, which torch's other schedulers load too.
+
+    Without ``base_lrs`` in its state, a scheduler keeps those with which the new run creates it.
+
+    Args:
+        rates: the learning rate of each param group.
+    """
+    return {
+        _STEPS: step,
+        "_step_count": step + 1,
+        "_last_lr": list(rates),
+        "lr_lambdas": [None] * len(rates),  # torch stores None for a lambda that is a function
+    }
+
+
+def add_deepspeeds_counter(state: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the state of a torch scheduler, with the counter that DeepSpeed's schedulers load."""
+    return {**state, _DEEPSPEEDS_STEPS: state[_STEPS] - 1}  # DeepSpeed's begins at -1
+
+
+def is_torchs(scheduler: Any) -> bool:
+    """Return whether a scheduler of torch loads it."""
+    return isinstance(scheduler, Mapping) and _STEPS in scheduler
 
 
 def is_deepspeeds(scheduler: Any) -> bool:
     """Return whether it is one of DeepSpeed's own schedulers, which the engine saves."""
-    return isinstance(scheduler, Mapping) and "last_batch_iteration" in scheduler
+    return isinstance(scheduler, Mapping) and _DEEPSPEEDS_STEPS in scheduler
 
 
 def count_steps_per_update(train: TrainState, processes: int) -> int | None:

@@ -312,3 +312,37 @@ def test_malformed_random_states_are_refused(key, value, libraries, tmp_path):
     torch.save(held, tmp_path / "random_states_0.pkl")
     with pytest.raises(UnsupportedError, match="--rng drop"):
         rng.read([str(tmp_path / "random_states_0.pkl")])
+
+
+BEGUN = {  # name -> how a published model is written, how the Trainer starts from it
+    "ddp": ({"state_dict_type": "unsharded"}, RUNS["ddp"]),
+    "fsdp2": ({"state_dict_type": "sharded"}, RUNS["fsdp2"]),
+    "deepspeed": ({"zero_stage": 2}, RUNS["deepspeed"]),
+    "deepspeed, the Trainer's schedule": (
+        {"zero_stage": 3},
+        {**RUNS["deepspeed"], "stage": 3, "scheduler": "trainer"},
+    ),
+}
+
+
+@pytest.mark.slow
+def test_a_run_that_begins_from_a_published_model_is_a_new_run(tmp_path):
+    worker.model().save_pretrained(tmp_path / "model")
+    groups = tmp_path / "groups.json"
+    groups.write_text(json.dumps([{"lr": 0.0, "weight_decay": 0.1}]))  # its schedule warms up
+    options = {"to": "hf-trainer", "init_optimizer": "zeros", "param_groups": groups}
+    jobs = {}
+    for name, (how, told) in BEGUN.items():
+        out = tmp_path / name
+        reshard.split(tmp_path / "model", out, world_size=2, dtype="fp32", **options, **how)
+        account = out / "checkpoint-0" / "trainer_state.json"
+        intervals = {"logging_steps": 1, "save_steps": worker.SAVED}  # the Trainer obeys the file
+        account.write_text(json.dumps({**json.loads(account.read_text()), **intervals}))
+        assert not (account.parent / "model").exists()  # the source's own directory, once more
+        jobs[f"{name}, new"] = 2, told
+        jobs[name] = 2, {**told, "resume": out / "checkpoint-0"}
+    found = JUDGE.run(tmp_path / "runs", jobs)
+    for name in BEGUN:
+        begun, new = found[name], found[f"{name}, new"]
+        assert isinstance(begun, dict), (name, begun)
+        assert begun["losses"] == new["losses"], name

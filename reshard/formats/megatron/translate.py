@@ -5,10 +5,7 @@
     arguments     the batch and the clipping of gradients, under the names of DeepSpeed's config
 
 Sources: Megatron-LM core_v0.16.1 ``core/optimizer/__init__.py`` (``_get_param_groups``),
-``core/optimizer_param_scheduler.py``, ``training/arguments.py``; torch 2.13
-``optim/lr_scheduler.py`` (``LRScheduler.load_state_dict`` sets every value as an attribute,
-``LambdaLR`` needs ``lr_lambdas``); DeepSpeed 0.19.8 ``runtime/lr_schedules.py`` (every
-``load_state_dict`` reads ``last_batch_iteration``).
+``core/optimizer_param_scheduler.py``, ``training/arguments.py``.
 """
 
 from __future__ import annotations
@@ -22,6 +19,7 @@ from reshard.core.manifest import Manifest, ParamGroup, TrainState
 from reshard.formats.megatron import rank_states
 from reshard.formats.megatron.directory import NAME
 from reshard.layouts.model_parallel.sizes import parse_mesh
+from reshard.training import schedules
 
 # Settings of param groups by which Megatron chooses their learning rate and weight decay, whose
 # present values are in ``lr`` and ``weight_decay``. NeMo puts ``pre_`` before two of them.
@@ -60,21 +58,12 @@ def _translate_group(hyper: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _make_scheduler(train: TrainState, groups: tuple[ParamGroup, ...]) -> Any:
-    """Return the scheduler's state with the counters that other schedulers load.
-
-    Without ``base_lrs`` in the state, a scheduler of torch keeps those of the new program.
-    """
+    """Return the scheduler's state with the counters that other schedulers load."""
     saved, step = train.scheduler, train.updates
     if not isinstance(saved, Mapping) or step is None:
         return saved
-    return {
-        **saved,
-        "last_epoch": step,
-        "_step_count": step + 1,
-        "_last_lr": [group.hyper.get("lr") for group in groups],
-        "lr_lambdas": [None] * len(groups),  # torch stores None for a lambda that is a function
-        "last_batch_iteration": step - 1,  # DeepSpeed's begins at -1
-    }
+    rates = [group.hyper.get("lr") for group in groups]
+    return schedules.add_deepspeeds_counter({**saved, **schedules.build_state(step, rates)})
 
 
 def _make_config(arguments: Mapping[str, Any], ranks: int) -> dict[str, Any]:

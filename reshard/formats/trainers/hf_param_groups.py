@@ -22,21 +22,22 @@ def adapt_groups(
     """Return the state with the param groups and keys that the Trainer's optimizer has, and notes.
 
     DeepSpeed makes one group if its configuration names the optimizer; the Trainer makes two of
-    the same parameters, and each keeps the hyper-parameters. Groups of a script's own optimizer
-    stay as they are.
+    the same parameters, and each keeps the hyper-parameters. The one group of a new optimizer
+    becomes the two with which the Trainer starts. Groups of a script's own optimizer stay as they
+    are.
 
     Args:
         model: the model, if the user described it; otherwise a config beside the source is used.
     """
     notes: list[str] = []
-    lacks_groups = _has_deepspeeds_optimizer(state.manifest) or _has_trainers_optimizer(state)
-    if len(state.groups) == 1 and lacks_groups:
+    is_deepspeeds, is_new = _has_deepspeeds_optimizer(state.manifest), has_new_optimizer(state)
+    if len(state.groups) == 1 and (is_deepspeeds or is_new or _has_trainers_optimizer(state)):
         fqns = state.groups[0].fqns
         decays = find_decays(fqns, model)
         if decays is None and model is None and library.is_installed():
             decays = find_decays(fqns, describe_beside(state.manifest))
-        if decays is not None and _has_deepspeeds_optimizer(state.manifest):
-            state, notes = _divide(state, decays)
+        if decays is not None and (is_deepspeeds or is_new):
+            state, notes = _divide(state, decays, starts=is_new)
         elif decays is not None and len(set(decays)) == 1:
             state, notes = _restore_empty(state, is_decayed=decays[0])
     # Its scheduler adds this key, and DCP loads no group without it. The value is not used again.
@@ -52,6 +53,11 @@ def adapt_groups(
 def may_differ_in_deepspeed(state: WritableState) -> bool:
     """Return whether a DeepSpeed engine has other groups if it makes the optimizer itself."""
     return len(state.groups) > 1 and not _has_deepspeeds_optimizer(state.manifest)
+
+
+def has_new_optimizer(state: WritableState) -> bool:
+    """Return whether the source has no optimizer: the state has one that was never stepped."""
+    return not state.manifest.train.param_groups and not state.has_stored_slots
 
 
 def _has_deepspeeds_optimizer(manifest: Manifest) -> bool:
@@ -87,19 +93,28 @@ def _restore_empty(state: WritableState, *, is_decayed: bool) -> tuple[WritableS
     return restored, [text, *notes]
 
 
-def _divide(state: WritableState, decays: Sequence[bool]) -> tuple[WritableState, list[str]]:
+def _divide(
+    state: WritableState, decays: Sequence[bool], *, starts: bool
+) -> tuple[WritableState, list[str]]:
+    """Return the state with the Trainer's two groups in place of one.
+
+    Args:
+        starts: whether the second group has the weight decay with which the Trainer starts, 0.
+    """
     (group,) = state.groups
+    hypers = (group.hyper, {**group.hyper, "weight_decay": 0.0} if starts else group.hyper)
     groups = [
         TrainedGroup(
-            group.hyper,
+            hyper,
             tuple(m for m, decay in zip(group.members, decays, strict=True) if decay is wanted),
         )
-        for wanted in (True, False)
+        for hyper, wanted in zip(hypers, (True, False), strict=True)
     ]
     divided, notes = replace_groups(state, groups, [[0], [0]])
     sizes = " and ".join(str(len(each.members)) for each in groups)
+    first, second = (each.hyper.get("weight_decay") for each in groups)
     text = (
-        f"DeepSpeed's one param group becomes the Trainer's two, of {sizes} parameters, both with"
-        f" weight_decay {group.hyper.get('weight_decay')}: --param-groups sets others"
+        f"one param group becomes the Trainer's two, of {sizes} parameters, with weight_decay"
+        f" {first} and {second}: --param-groups sets others"
     )
     return divided, [text, *notes]

@@ -16,17 +16,20 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 from reshard.containers import safetensors_shards as writer
 from reshard.containers import skeletons, torch_writer
 from reshard.containers.json_files import format_json
+from reshard.containers.pickles import objects
 from reshard.core.manifest import Skeleton
 from reshard.errors import UnsupportedError
 from reshard.formats.request import Request
 from reshard.formats.trainers import hf_param_groups
 from reshard.model.adapter_names import find_saved_names
 from reshard.state_dict import torch_state_dict
+from reshard.state_dict.own_values import find_scheduler
 from reshard.state_dict.slots import lay_out_optimizer
 from reshard.training import rng, schedules, trainer_run
 from reshard.training.batch import BATCH, BATCH_BEFORE
@@ -86,7 +89,9 @@ def lay_out_unsharded(state: WritableState, request: Request) -> Skeleton:
 def lay_out_extras(state: WritableState, request: Request) -> Iterator[Skeleton]:
     """Yield the Trainer's files beside weights and optimizer."""
     ranks = request.world_size
-    if not (request.separate_masters and schedules.is_deepspeeds(_get_scheduler(state))):
+    scheduler = _get_scheduler(state)
+    is_deepspeeds = schedules.is_deepspeeds(scheduler) and not schedules.is_torchs(scheduler)
+    if not (request.separate_masters and is_deepspeeds):
         yield torch_writer.lay_out_object("scheduler.pt", build_scheduler(state))
     for rank, kept in enumerate(state.rng):
         name = "rng_state.pth" if ranks == 1 else f"rng_state_{rank}.pth"
@@ -100,29 +105,28 @@ def lay_out_extras(state: WritableState, request: Request) -> Iterator[Skeleton]
         yield skeletons.lay_out_bytes("trainer_state.json", text)
 
 
-def build_scheduler(state: WritableState) -> Any:
-    """Return the source's scheduler if it is torch's; else a ``LambdaLR`` at the same step.
+def add_scheduler(state: WritableState) -> WritableState:
+    """Return the state with a scheduler for the engine, from which the Trainer always loads one."""
+    if _get_scheduler(state) is not None:
+        return state
+    train = state.manifest.train
+    scheduler = schedules.add_deepspeeds_counter(build_scheduler(state))
+    others = {key: value for key, value in train.objects.items() if key != objects.SCHEDULER}
+    train = replace(train, scheduler=scheduler, objects=others)
+    return replace(state, manifest=replace(state.manifest, train=train))
 
-    Without ``base_lrs`` in its state, a scheduler keeps those with which the new run creates it.
-    """
+
+def build_scheduler(state: WritableState) -> Any:
+    """Return the source's scheduler if it is torch's; else a ``LambdaLR`` at the same step."""
     scheduler = _get_scheduler(state)
-    if _is_torch_scheduler(scheduler):
+    if schedules.is_torchs(scheduler):
         return scheduler
-    return {
-        "last_epoch": state.scheduler_step,
-        "_step_count": state.scheduler_step + 1,
-        "_last_lr": [group.hyper.get("lr") for group in state.groups],
-        # torch stores None for a lambda that is a function (``LambdaLR.state_dict``).
-        "lr_lambdas": [None] * len(state.groups),
-    }
+    rates = [group.hyper.get("lr") for group in state.groups]
+    return schedules.build_state(state.scheduler_step, rates)
 
 
 def _get_scheduler(state: WritableState) -> Any:
-    return torch_state_dict.collect_extra_state(state.manifest.train).get("scheduler")
-
-
-def _is_torch_scheduler(scheduler: Any) -> bool:
-    return isinstance(scheduler, dict) and "last_epoch" in scheduler
+    return find_scheduler(state.manifest.train)
 
 
 def _build_trainer_state(state: WritableState) -> dict[str, Any]:
@@ -135,7 +139,8 @@ def _build_trainer_state(state: WritableState) -> dict[str, Any]:
         "save_steps": _EVERY,
         BATCH: _find_micro_batch(state),
         "log_history": [],
-        "stateful_callbacks": {},
+        # The Trainer saves the state of its control only over an earlier one.
+        "stateful_callbacks": {"TrainerControl": {"args": {}, "attributes": {}}},
     }
 
 
@@ -165,19 +170,30 @@ def describe_derived(state: WritableState, request: Request) -> Iterator[str]:
             " configuration names the optimizer: leave optimizer and scheduler out of the"
             " configuration of the new run, or write one group with --param-groups"
         )
+    is_new = hf_param_groups.has_new_optimizer(state)
+    if is_new:
+        yield (
+            "the schedule of the new run sets the learning rate after the first update: for a run"
+            " that begins with a warmup, pass its first learning rate (0) with --param-groups"
+        )
+    if deepspeed and is_new and len(state.groups) == 1:
+        yield (
+            "the optimizer has one param group, as DeepSpeed makes it: name the optimizer in the"
+            " configuration of the new run; without it, the Trainer makes two"
+        )
     if not deepspeed and len(state.groups) != hf_param_groups.COUNT:
         yield (
             f"the Trainer's own optimizer has {hf_param_groups.COUNT} param groups (with weight"
             f" decay and without), the output has {len(state.groups)}: --param-groups divides them"
         )
-    if _is_torch_scheduler(scheduler):
+    if schedules.is_torchs(scheduler):
         counted = scheduler["last_epoch"]
         if counted != state.scheduler_step:
             yield f"the scheduler has counted {counted} steps at step {state.step}"
     elif not (deepspeed and schedules.is_deepspeeds(scheduler)):
         yield (
-            f"scheduler.pt is created: a LambdaLR at step {state.scheduler_step} (the Trainer"
-            " loads no optimizer without one)"
+            f"{'the scheduler' if deepspeed else 'scheduler.pt'} is created: a LambdaLR at step"
+            f" {state.scheduler_step} (the Trainer loads no optimizer without one)"
         )
     if _needs_trainer_state(state):
         yield (
