@@ -33,7 +33,16 @@ Form = Literal["memory", "published"]
 
 FORMS: tuple[Form, ...] = ("memory", "published")
 FILE_FORMATS = frozenset({"huggingface", "safetensors"})  # formats that hold published models
+_OF_TORCH = re.compile(r"pytorch_model(-\d+-of-\d+)?\.bin")  # of transformers before 5
 _MTP = "mtp"
+
+
+def may_be_published(manifest: Manifest) -> bool:
+    """Return whether the files are of the kinds in which models are published."""
+    names = (path.rpartition("/")[-1] for path in manifest.files)
+    return manifest.origin.format in FILE_FORMATS or (
+        not manifest.has_optimizer and all(map(_OF_TORCH.fullmatch, names))
+    )
 
 
 @dataclass(frozen=True, slots=True)

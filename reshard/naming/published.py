@@ -134,9 +134,9 @@ def restore_memory_form(manifest: Manifest) -> Manifest | None:
     Returns:
         None if the files are of another kind, or nothing states the model.
     """
-    from reshard.model.published import FILE_FORMATS
+    from reshard.model.published import may_be_published
 
-    if manifest.origin.format not in FILE_FORMATS:
+    if not may_be_published(manifest):
         return None
     path = find_config(manifest)
     content = read_json_object(path) if path else None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -95,6 +96,21 @@ def test_names_in_memory_are_kept_or_restored(run, tmp_path):
     back = load_file(tmp_path / "back.safetensors")
     assert back.keys() <= state.keys()
     assert_equal(back, {name: state[name] for name in back})
+
+
+def test_published_files_of_torch_are_read_as_those_of_safetensors(run, tmp_path):
+    place, _ = run
+    (tmp_path / "bin").mkdir()
+    published = load_file(place / "published" / "model.safetensors")
+    torch.save(published, tmp_path / "bin" / "pytorch_model.bin")
+    shutil.copy(place / "published" / "config.json", tmp_path / "bin")
+    written = []
+    for name, source in (("one", place / "published"), ("other", tmp_path / "bin")):
+        out = tmp_path / f"{name}.pt"
+        reshard.split(source, out, to="torch", init_optimizer="none")
+        written.append(torch.load(out)["model"])
+    assert list(written[0]) == list(written[1])  # the order of the model
+    assert_equal(*written)
 
 
 def assert_equal(one, other):

@@ -26,6 +26,7 @@ from reshard.layouts.mesh import MeshGrid
 from reshard.layouts.model_parallel.sizes import Sizes
 from reshard.model import ModelHint, ModelShapes, describe_config, library
 from reshard.model.order import match_weights, order_by_model, restore_memory_form
+from reshard.model.published import may_be_published
 from reshard.naming.options import NameOptions, Naming
 from reshard.naming.published import ModelConfig, choose_form
 from reshard.state_dict.torch_state_dict import refuse_unwritable_hyper
@@ -122,25 +123,26 @@ def resolve_model(
     shapes = given
     if shapes is None and options.model:
         shapes = ModelHint(options.model, options.wrap).shapes()
-    if not conversion.source.weights_only:
+    if not conversion.source.weights_only and not may_be_published(manifest):
         if given is not None and not manifest.ordered:
             conversion = conversion.with_manifest(order_by_model(manifest, given))
         return conversion, shapes
     if shapes is not None:
         return conversion.with_manifest(match_weights(manifest, shapes)), shapes
     config = get_directory(manifest.origin.path) / "config.json"
-    problem = ""
+    problem, remedy = "", "pass the model: --model config.json|DIR|module:factory"
     if config.is_file() and is_model_config(config):
         try:
             shapes = ModelHint(str(config), options.wrap).shapes()
             return conversion.with_manifest(match_weights(manifest, shapes)), shapes
         except (UsageError, UnsupportedError) as error:
             problem = f"{config} does not help: {error.problem}"
-    if options.init_optimizer == "zeros":
+            remedy = error.remedy or remedy
+    if options.init_optimizer == "zeros" and not manifest.ordered:
         raise IncompleteError(
             manifest.origin.path,
             problem or "does not state which tensors are parameters, and in which order",
-            "pass the model: --model config.json|DIR|module:factory",
+            remedy,
         )
     warnings = (*manifest.warnings, *filter(None, [problem]))
     return conversion.with_manifest(replace(manifest, warnings=warnings)), None
