@@ -323,6 +323,9 @@ def build_unnamed_error(manifest: Manifest, otherwise: str = "") -> IncompleteEr
     if unnamed is not None:
         reason = unnamed.reason
         advice = unnamed.advice or (_TRY_ANOTHER if unnamed.model else _NAME_MODEL)
+    elif not manifest.unnamed_optimizers and not manifest.has_optimizer:
+        reason = "it has none, like SGD without momentum, so that only numbers remain"
+        advice = f"if one param group has all parameters of the model, {_NAME_MODEL}"
     return IncompleteError(
         manifest.origin.path,
         f"contains {which} whose states cannot be assigned to parameters: {reason}",

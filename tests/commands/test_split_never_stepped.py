@@ -16,6 +16,7 @@ from reshard.dcp import StorageReader
 from reshard.engine.move.execute import execute
 from reshard.engine.move.options import MoveOptions
 from reshard.engine.planning.planner import Plan
+from reshard.errors import IncompleteError
 from reshard.formats.deepspeed import write
 from reshard.training.state import build_writable_state
 
@@ -57,6 +58,15 @@ def test_a_parameter_that_was_never_stepped_gets_moments_of_zeros(target, tmp_pa
         moments = written.optimizer("exp_avg")
         assert not torch.any(moments[BIAS][...])
         assert torch.all(moments[WEIGHT][...])
+
+
+def test_groups_of_an_optimizer_without_state_are_not_guessed(tmp_path):
+    model = torch.nn.Linear(3, 5)
+    groups = [{"params": [model.weight]}, {"params": [model.bias], "lr": 0.5}]
+    held = torch.optim.SGD(groups, lr=0.1).state_dict()
+    torch.save({"model": model.state_dict(), "optimizer": held}, tmp_path / "source.pt")
+    with pytest.raises(IncompleteError, match="it has none, like SGD without momentum"):
+        reshard.split(tmp_path / "source.pt", tmp_path / "out", to="dcp")
 
 
 @pytest.mark.parametrize("amsgrad", [False, True])

@@ -105,7 +105,7 @@ def describe_split(
         report.kept.append(f"{masters} fp32 master weights")
     is_new = bool(state.zero_slots) and not state.has_stored_slots
     if state.groups and not is_new:
-        names = ", ".join(state.slots) or "no optimizer tensors, as its optimizer has made no step"
+        names = ", ".join(state.slots) or "no optimizer tensors, as the optimizer has none"
         groups = units.counted(len(state.groups), "param group")
         is_counted = manifest.train.step is not None or manifest.train.optimizer_step
         step = f"step {state.step}" if is_counted else "no count of steps"
