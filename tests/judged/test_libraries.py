@@ -5,6 +5,8 @@ A case whose library cannot be imported here is skipped with the import's error.
 
 from __future__ import annotations
 
+import shutil
+
 import pytest
 from safetensors.torch import load_file
 from torch.distributed.checkpoint import FileSystemReader
@@ -154,6 +156,15 @@ def test_a_split_keeps_the_keys_of_dcp_and_the_files_beside(case, library_case, 
         assert (
             checkpoint.manifest.train.scheduler == reshard.inspect(place).manifest.train.scheduler
         )
+
+
+def test_a_lost_optimizer_is_noticed_by_its_scheduler(library_case, tmp_path):
+    for case, name in (("acc_single", "optimizer.bin"), ("trainer_single", "optimizer.pt")):
+        shutil.copytree(source(case, library_case), tmp_path / case)
+        lost = "a scheduler was saved, but the file of its optimizer is missing"
+        assert lost not in reshard.inspect(tmp_path / case).manifest.warnings
+        (tmp_path / case / name).unlink()
+        assert lost in reshard.inspect(tmp_path / case).manifest.warnings
 
 
 def test_a_note_states_that_adapters_are_not_merged(library_case, tmp_path):

@@ -116,8 +116,23 @@ def read(
         return replace(manifest, train=train)
     train = replace(train, rng_files=beside.list_random_files(location))
     notes = [*beside.describe_recipe(location), *directory.describe_stage(location)]
+    notes += _describe_missing_optimizer(manifest)
     manifest = replace(manifest, train=train, warnings=(*manifest.warnings, *notes))
     return beside.add_kept_files(manifest, location)
+
+
+def _describe_missing_optimizer(manifest: Manifest) -> list[str]:
+    """Return a warning if a scheduler was saved, but not the optimizer that it schedules.
+
+    Source: Accelerate 1.15 ``accelerator.py`` (``save_state``), transformers 5.24 ``trainer.py``
+    (``_save_checkpoint``): both save both of them, or none.
+    """
+    is_read = manifest.has_optimizer or manifest.unnamed_optimizers or manifest.unnamed
+    if is_read or manifest.train.param_groups or not manifest.train.scheduler:
+        return []
+    if manifest.origin.format not in ("accelerate", "hf-trainer"):
+        return []
+    return ["a scheduler was saved, but the file of its optimizer is missing"]
 
 
 def _complete_train_state(
