@@ -399,12 +399,16 @@ def _read_module(
     """Return the entries of the module.
 
     At stage 3 they are the buffers, with each rank's copy as a replica, and the frozen parameters.
+    A module may save tensors that are neither, as bitsandbytes saves its scales: they are whole, as
+    buffers are.
     """
     entries = list(models[0].iterate_whole_tensors(tied))
     if not sharded:
         return entries
-    buffers = []
-    for entry in entries:
+    buffers, declared = [], models[0].declared_names
+    for each in entries:
+        is_other = each.fqn not in declared and each.numel > 0
+        entry = replace(each, kind=BUFFER) if is_other else each
         if entry.kind == BUFFER:
             copies = (model.find_tensor(entry.fqn) for model in models)
             chunks = tuple(tensor.chunk for tensor in copies if tensor is not None)
