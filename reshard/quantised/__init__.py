@@ -3,6 +3,7 @@
 statement    what the files of a model state about its quantisation
 pairs        the codes and scales of each weight, with their geometry checked
 compressed   those of compressed-tensors and of Model Optimizer
+packed       codes of bitsandbytes without their scales
 scale_names  names of scales, which tell them from weights
 weights      the stored tensors of a weight, and its values
 scaled       the geometry: where codes and scales are, and which belong together

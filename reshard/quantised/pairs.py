@@ -10,6 +10,7 @@ from reshard.core.manifest import PARAM, Entry, Manifest, Quantisation
 from reshard.errors import CorruptError, IncompleteError, UnsupportedError
 from reshard.quantised.compressed import find_compressed
 from reshard.quantised.grids import fit_grid
+from reshard.quantised.packed import find_packed
 from reshard.quantised.scale_names import CODE_DTYPES, FLOAT8, PACKED, UNUSED, name_scales
 from reshard.quantised.scaled import E2M1, Scaled
 from reshard.quantised.weights import QuantisedPair
@@ -208,12 +209,13 @@ METHODS = {  # quant_method -> the function that finds the weights
 
 
 def find_evidence(manifest: Manifest) -> Entry | None:
-    """Return an entry that is part of a quantised weight, by its dtype and the names, or None.
+    """Return an entry that is part of a quantised weight, by names, dtypes and shapes, or None.
 
     A float8 tensor without scales is no evidence: its values are the weights.
     """
     entries = {entry.fqn: entry for entry in manifest.of_kind(PARAM)}
-    return next((entry for entry in entries.values() if _is_evidence(entry, entries)), None)
+    named = (entry for entry in entries.values() if _is_evidence(entry, entries))
+    return next(named, None) or next(iter(find_packed(manifest).values()), None)
 
 
 def _is_evidence(entry: Entry, entries: Mapping[str, Entry]) -> bool:

@@ -22,6 +22,7 @@ from reshard.model import library
 from reshard.model.adapter_names import ADALORA, LORA, TOKENS, TRAINED_TOKENS, add_root, find_parts
 from reshard.naming import published
 from reshard.naming.published import ModelConfig
+from reshard.quantised.packed import find_packed
 from reshard.system.files import SourceFiles
 from reshard.system.paths import as_path
 from reshard.tensors import weights
@@ -171,12 +172,13 @@ def _check_same_base(run: Manifest, merged: Merged, pool: SourceFiles) -> None:
     Codes of quantised weights (QLoRA) are left out: bitsandbytes may store them as any dtype.
     """
     trained = {fqn for group in run.train.param_groups for fqn in group.fqns}
-    names = {entry.fqn for entry in run.of_kind(PARAM)}
+    entries = {entry.fqn: entry for entry in run.of_kind(PARAM)}
+    packed = find_packed(run)
     stored = {
         merged.prefix + strip_peft(add_root(entry.fqn)): entry
-        for entry in run.of_kind(PARAM)
-        if entry.fqn not in trained and entry.numel
-        if entry.dtype.family == "float" and f"{entry.fqn}.quant_map" not in names
+        for entry in entries.values()
+        if entry.fqn not in trained and entry.fqn not in packed and entry.numel
+        if entry.dtype.family == "float" and f"{entry.fqn}.quant_map" not in entries
     }
     bases = {entry.fqn: entry for entry in merged.base.of_kind(PARAM)}
     both = [fqn for fqn in stored if fqn in bases and fqn not in merged.replaced]
