@@ -8,7 +8,7 @@ param_groups  param groups that the user gives
 fresh_adam    an Adam at step 0, for a source without an optimizer
 loss_scale    dynamic loss scalers of torch and DeepSpeed
 rng           random states of ranks
-schedules     learning-rate schedules for another number of ranks
+schedules     states of learning-rate schedules, also for another number of ranks
 batch         the batch arithmetic of another number of ranks, and the positions in the data that
               each rank saved
 copied_files  files that are copied unchanged

@@ -56,6 +56,19 @@ def test_a_name_that_is_too_long_for_the_partial_output_is_refused(plain, tmp_pa
     assert list(tmp_path.iterdir()) == [plain]
 
 
+def test_a_file_in_place_of_the_directory_above_is_not_to_be_created(plain, tmp_path):
+    (tmp_path / "file").touch()
+    with pytest.raises(UsageError, match="no directory") as caught:
+        reshard.merge(plain, tmp_path / "file" / "out")
+    assert caught.value.remedy == "choose another path"
+
+
+def test_a_number_of_ranks_that_no_run_has_is_refused(plain, tmp_path):
+    ranks = 1 << 21
+    with pytest.raises(UsageError, match="from 1 to 1048576 ranks"):
+        reshard.split(plain, tmp_path / "out", to="fsdp2", init_optimizer="none", world_size=ranks)
+
+
 @pytest.mark.parametrize(
     ("name", "inside"), [("checkpoint-3", "."), ("checkpoint-7", "."), ("run", "checkpoint-3")]
 )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from reshard.commands.split.options import SplitOptions
-from reshard.core import dtypes
+from reshard.core import counts, dtypes
 from reshard.core.dtypes import FLOAT32, DType
 from reshard.core.manifest import Manifest
 from reshard.errors import UsageError
@@ -58,8 +58,8 @@ def resolve_request(
     ranks_before = manifest.origin.world if writer.has_data_parallel_ranks else 1
     world_size = sizes.choose_world_size(parallel, options.world_size, options.dp, ranks_before)
     world_size = grid.world if grid else world_size
-    if world_size < 1:
-        raise UsageError(f"--world-size {world_size}", "at least one rank is needed")
+    if not 1 <= world_size <= counts.MOST:
+        raise UsageError(f"--world-size {world_size}", f"must be from 1 to {counts.MOST} ranks")
     run = trainer_run.read(manifest.train.trainer_state, manifest.origin.path)
     separate_masters = writer.has_separate_masters(manifest, options)
     request = Request(

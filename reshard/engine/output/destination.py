@@ -92,10 +92,11 @@ def check_destination(
             return
     elif not destination.parent.is_dir():
         parent = destination.parent.resolve()
+        remedy = "choose another path" if parent.exists() else "create it first"
         raise UsageError(
             destination,
             f"there is no directory {parent}",
-            explain_tilde(destination) or "create it first",
+            explain_tilde(destination) or remedy,
         )
     elif not os.access(destination.parent, os.W_OK | os.X_OK):
         raise ReshardError(
