@@ -62,6 +62,7 @@ _Names = list[list[str | None]]  # for each group its members; None for one that
 _MOST_SHAPES = 200  # no known model has more; each shape is one level of recursion
 _MOST_STEPS = 100_000
 _MOST_ASSIGNMENTS = 100
+_SAMPLES = 32  # elements of a weight that are compared with those of a master
 _REL, _ABS = 2**-8, 2**-24  # half a unit of bfloat16's last place; float16's smallest number
 
 
@@ -149,6 +150,63 @@ def warn_unread(names: Collection[str]) -> list[str]:
 
 
 def _name_members(
+    model: ModelStates, candidates: Mapping[str, Index], find_divisions: FindDivisions
+) -> _Names:
+    """Return the fqn of each member of every group, by names, by shapes, or else by values."""
+    try:
+        return _name_by_shapes(model, candidates, find_divisions)
+    except AmbiguousError:
+        names = _name_by_masters(model, candidates)
+        if names is None:
+            raise
+        return names
+
+
+def _name_by_masters(model: ModelStates, candidates: Mapping[str, Index]) -> _Names | None:
+    """Return the members whose weights are the only ones that agree with each fp32 master.
+
+    None if a master agrees with several weights, such as norms that were never updated. The true
+    weight always agrees, so the only one that does is the true one.
+    """
+    groups = model.get_section("optimizer").get("fp32_groups") or []
+    module = model.module
+    named: _Names = []
+    with SourceFiles() as files:
+        samples = {fqn: _read_samples(files, module[fqn]) for fqn in candidates}
+        by_shape: dict[Index, list[str]] = {}
+        for fqn, shape in candidates.items():
+            by_shape.setdefault(shape, []).append(fqn)
+        for group in groups:
+            members: list[str | None] = []
+            for master in group:
+                values = _read_samples(files, master)
+                fitting = (
+                    fqn
+                    for fqn in by_shape.get(master.shape, ())
+                    if all(map(_is_rounded, samples[fqn], values))
+                )
+                found = list(islice(fitting, 2))
+                if len(found) != 1:
+                    return None
+                members += found
+            named.append(members)
+    flat = [fqn for members in named for fqn in members]
+    return named if flat and len(set(flat)) == len(flat) else None
+
+
+def _read_samples(files: SourceFiles, tensor: Tensor) -> list[float]:
+    """Return some elements of a tensor, the first and the last among them."""
+    last, count = tensor.numel - 1, min(tensor.numel, _SAMPLES)
+    positions = [last * number // max(count - 1, 1) for number in range(count)]
+    return [read_weight(files, tensor.chunk, at) for at in positions]
+
+
+def _is_rounded(weight: float, master: float) -> bool:
+    """Return whether a 16-bit weight may be the rounded value of its master."""
+    return isclose(weight, master, rel_tol=_REL, abs_tol=_ABS)
+
+
+def _name_by_shapes(
     model: ModelStates, candidates: Mapping[str, Index], find_divisions: FindDivisions
 ) -> _Names:
     """Return the fqn of each member of every group, as declared there or as the shapes show."""
@@ -381,7 +439,7 @@ def _match_masters(
             for at in sorted({0, weight.numel // 2, last}) if weight.numel else ():
                 own = read_weight(files, weight.chunk, at)
                 master = read_weight(files, flat.chunk, start + at)
-                if not isclose(own, master, rel_tol=_REL, abs_tol=_ABS):
+                if not _is_rounded(own, master):
                     return False
             start += weight.numel
     return True

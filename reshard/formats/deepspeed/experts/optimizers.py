@@ -66,7 +66,11 @@ def read(
         own = [e for e in experts if e.number * count // counts[e.layer] == rank]
         optimizer = _with_global_names(_get_optimizer(file), rank, per_rank)
         first = firsts[number]
-        root = first.root | {"module": insert_experts(first, own), "optimizer": optimizer}
+        root = first.root | {
+            "module": insert_experts(first, own),
+            "buffer_names": [_name_globally(n, rank, per_rank) for n in sorted(first.buffers)],
+            "optimizer": optimizer,
+        }
         opened = [file, *(expert.file for expert in own)]
         manifest = native.read(files.ranks[number], replace(first, root=root), opened)
         if any(number == other for other, _ in ranks):  # one file has the weights beside experts
@@ -124,21 +128,24 @@ def _with_global_names(
     groups = inner.get("param_groups", [])
     if not any("param_names" in group for group in groups):
         return optimizer
-
-    def get_global_name(fqn: str) -> str:
-        own = parse_expert_name(fqn)
-        return str(own.renumber(rank * per_rank[own.layer] + own.number)) if own else fqn
-
     renamed = [
         {
             **group,
-            "param_names": [get_global_name(str(name)) for name in group.get("param_names", ())],
+            "param_names": [
+                _name_globally(str(name), rank, per_rank) for name in group.get("param_names", ())
+            ],
         }
         for group in groups
     ]
     inner = {**inner, "param_groups": renamed}
     is_wrapped = "optimizer_state_dict" in optimizer
     return {**optimizer, "optimizer_state_dict": inner} if is_wrapped else inner
+
+
+def _name_globally(fqn: str, rank: int, per_rank: Mapping[str, int]) -> str:
+    """Return the whole model's name of a tensor that an expert-parallel rank names."""
+    own = parse_expert_name(fqn)
+    return str(own.renumber(rank * per_rank[own.layer] + own.number)) if own else fqn
 
 
 def _check_sizes(file: TorchFile, count: int, counts: Mapping[str, int]) -> None:

@@ -174,6 +174,11 @@ def with_all_experts(
     per_rank = _count_local(first.declared_names)
     sizes: dict[str, int] = {}
     for layer, count in count_experts(experts).items():
+        if layer not in per_rank and _has_gate(first, layer):
+            # All its experts are frozen, which stage 1 does not list; no partition depends on how
+            # many ranks share them.
+            sizes[layer] = 1
+            continue
         if not per_rank.get(layer) or count % per_rank[layer]:
             raise CorruptError(
                 first.file.path,
@@ -220,6 +225,11 @@ def with_all_experts(
     }
     expert_ranks = tuple(_find_group_size(first, group, sizes) for group in first.shapes)
     return replace(first, root=root, expert_ranks=expert_ranks), sizes
+
+
+def _has_gate(first: ModelStates, layer: str) -> bool:
+    """Return whether the model states have the gate of a layer of experts."""
+    return any(name.startswith(f"{layer}gate.") for name in first.root.get("module") or {})
 
 
 def _move_to_expert(fqn: str, other: str) -> str:
