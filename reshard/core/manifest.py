@@ -344,7 +344,10 @@ class Manifest:
 
         ZeRO 3 leaves them in a module whose parameters are on other ranks. A weight with an fp32
         master or an optimizer slot is not one of them: its state confirms the empty shape.
+        DeepSpeed states all shapes at stage 3, and has no placeholders at other stages.
         """
+        if self.origin.zero_stage is not None:
+            return []
         confirmed = {fqn for kind, fqn in self.entries if kind not in (PARAM, BUFFER)}
         empty = (entry.fqn for entry in self.of_kind(PARAM) if entry.shape == (0,))
         return [fqn for fqn in empty if fqn not in confirmed]

@@ -26,7 +26,10 @@ class Case:
         patterns: whether the client saves ``universal_checkpoint_info``.
         groups: one, or decay: two by weight decay.
         universal: whether it loads a universal checkpoint.
-        frozen: whether the first block has a frozen parameter.
+        frozen: whether the first block has a frozen parameter; of experts, all of the first block,
+            and a bias of each expert of the second.
+        odd: whether a pipeline has a layer without tensors, two with an empty parameter, and a
+            module that is used on both stages, each time as a layer with a file.
         heads: of an autotp model: of queries, and of keys and values.
         words: the rows of its vocabulary.
     """
@@ -45,6 +48,7 @@ class Case:
     groups: str = "decay"
     universal: bool = False
     frozen: bool = False
+    odd: bool = False
     method: str = "uniform"
     heads: tuple[int, int] = (4, 2)
     words: int = 32
@@ -77,6 +81,8 @@ CASES = {
         Case("pp2_fp16", pp=2, dp=2, precision="fp16", method="parameters"),
         Case("pp2_z0_fp32", pp=2, stage=0, precision="fp32", tied=False),
         Case("pp2_z0_bf16", pp=2, stage=0, tied=False),
+        Case("pp2_odd", pp=2, precision="fp32", tied=False, patterns=False, odd=True),
+        Case("pp1_odd", dp=2, tied=False, patterns=False, odd=True, method="parameters"),
         Case("pp4_tied", pp=4, groups="one"),
         Case("tp2pp2", tp=2, pp=2),
         Case("tp2pp2_untied", tp=2, pp=2, tied=False),
@@ -94,6 +100,8 @@ CASES = {
         ),
         Case("cut_experts2_z1", "experts", tied=False, tp=2, dp=2, ep=2, cuts_experts=True),
         Case("cut_experts1_z2", "experts", tied=False, tp=2, dp=2, stage=2, cuts_experts=True),
+        Case("experts2_frozen_z0", "experts", tied=False, tp=2, dp=2, ep=2, stage=0, frozen=True),
+        Case("experts2_frozen_z1", "experts", tied=False, tp=2, dp=2, ep=2, frozen=True),
         Case("autotp2_z0_fp32", "autotp", tied=False, tp=2, stage=0, precision="fp32"),
         Case("autotp2_z1", "autotp", tied=False, tp=2, dp=2),
         Case("autotp2_z2_fp32", "autotp", tied=False, tp=2, dp=2, stage=2, precision="fp32"),

@@ -136,6 +136,28 @@ class Norm(nn.Module):
         return F.layer_norm(x, (HIDDEN,), self.weight, self.bias)
 
 
+class Gain(nn.Module):
+    """A factor for each column."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gain = parameter("gain", (HIDDEN,), None)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * (1 + self.gain)
+
+
+class Nothing(nn.Module):
+    """A parameter without elements."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.nothing = nn.Parameter(torch.zeros(0))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x
+
+
 class Linear(nn.Module):
     """A linear layer: whole, or cut along its rows (column parallel) or columns (row parallel)."""
 
@@ -186,15 +208,16 @@ class Block(nn.Module):
 
 
 class Expert(nn.Module):
-    """Two linear layers, which tensor-parallel ranks share or have whole."""
+    """Two linear layers, which tensor-parallel ranks share or have whole, and a buffer."""
 
     def __init__(self, name: str, *, cut: bool) -> None:
         super().__init__()
         self.up = Linear(f"{name}.up", (FFN, HIDDEN), (0, 1) if cut else None, bias=True)
         self.down = Linear(f"{name}.down", (HIDDEN, FFN), (1, 1) if cut else None, bias=True)
+        self.register_buffer("scale", torch.tensor([1.5]))
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.down(F.relu(self.up(x)))  # type: ignore[no-any-return]
+        return self.down(F.relu(self.up(x))) * self.scale.to(x.dtype)  # type: ignore[no-any-return]
 
 
 class ExpertBlock(Block):
@@ -205,9 +228,19 @@ class ExpertBlock(Block):
         sharing: ranks that share them.
         first: number of this rank's first expert.
         cut: whether tensor-parallel ranks share each expert.
+        frozen: the end of the names of the experts' frozen parameters; None: all are trained.
     """
 
-    def __init__(self, number: int, *, count: int, sharing: int, first: int, cut: bool) -> None:
+    def __init__(
+        self,
+        number: int,
+        *,
+        count: int,
+        sharing: int,
+        first: int,
+        cut: bool,
+        frozen: str | None = None,
+    ) -> None:
         super().__init__(number)
         del self.gate_up, self.down
         self.moe = MoE(
@@ -224,6 +257,8 @@ class ExpertBlock(Block):
             expert.load_state_dict(own.state_dict())
             for mine, its in zip(expert.parameters(), own.parameters(), strict=True):
                 setattr(mine, CUT, getattr(its, CUT))
+            for name, param in expert.named_parameters():
+                param.requires_grad_(frozen is None or not name.endswith(frozen))
         others = [self.moe.deepspeed_moe.gate.wg.weight]
         if self.moe.use_residual:
             others += self.moe.coefficient.parameters()

@@ -127,6 +127,10 @@ def specs(case: Case) -> list[Any]:
             TiedLayerSpec("embed", models.Embedding, forward_fn=models.tied_logits, **attribute)
         ]
     blocks = [LayerSpec(models.Block, n, frozen=case.frozen and not n) for n in range(BLOCKS)]
+    if case.odd:
+        gain = TiedLayerSpec("gain", models.Gain, tied_weight_attr="gain")
+        nothing = LayerSpec(models.Nothing)
+        blocks = [gain, nothing, LayerSpec(nn.Identity), *blocks, nothing, gain, gain]
     return [embedding, *blocks, LayerSpec(models.Norm, "last"), *head]
 
 
@@ -144,6 +148,7 @@ def layers(case: Case) -> Iterator[nn.Module]:
             sharing=case.ep,
             first=rank % case.ep * EXPERT_COUNTS[n] // case.ep,
             cut=case.cuts_experts,
+            frozen={0: "", 1: "down.bias"}.get(n) if case.frozen else None,
         )
     yield models.Norm("last")
     yield models.Head()
@@ -186,10 +191,10 @@ def read_state(engine: Any, slots: tuple[str, ...] = SLOTS) -> dict[str, Any]:
     first = getattr(engine, "is_first_stage", lambda: True)()
     unused = frozenset() if first else frozenset({POSITIONS})
     now = deepspeed_state.snapshot(engine, slots, unused)
-    nothing = deepspeed_state.empty_params(engine.module)  # of a rank without a head
-    mine = {
-        name: {**held, **nothing} for name, held in (("params", now.params), *now.slots.items())
-    }
+    nothing = deepspeed_state.empty_params(engine.module)
+    mine = {"params": now.params | nothing, **now.slots}
+    if engine.autotp_size() > 1:  # a rank without a head has an empty part of its slots
+        mine |= {slot: held | nothing for slot, held in now.slots.items()}
     mine["live"] = deepspeed_state.live_params(engine.module)
     gather = _gatherer(engine)
     held = {

@@ -39,10 +39,14 @@ class DeclaredStage:
 
 @dataclass(frozen=True, slots=True)
 class StageModule:
-    """The tensors of the model that one rank of a pipeline holds, and the files they are in."""
+    """The tensors of the model that one rank of a pipeline holds, and the files they are in.
+
+    ``copies`` are those of a shared module in the files of its later uses on the stage.
+    """
 
     tensors: Mapping[str, Tensor]
     files: Sequence[TorchFile]
+    copies: Sequence[tuple[str, Tensor]] = ()
 
 
 def read_stages(
@@ -65,7 +69,12 @@ def read_stages(
             owners = [at + 1]
         at = min(owners, default=at)
         own = modules[at]
-        modules[at] = StageModule({**own.tensors, **tensors}, [*own.files, file])
+        copies = [item for item in tensors.items() if item[0] in own.tensors]
+        modules[at] = StageModule(
+            {**tensors, **own.tensors} if copies else {**own.tensors, **tensors},
+            [*own.files, file],
+            [*own.copies, *copies],
+        )
     _check_named(files, named, modules)
     return modules
 

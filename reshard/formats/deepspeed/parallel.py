@@ -10,16 +10,17 @@ from collections.abc import Collection, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from reshard.containers.torch_objects import TorchFile, is_zero
+from reshard.containers.torch_objects import is_zero
 from reshard.core import counts
 from reshard.core.chunks import Chunk
-from reshard.core.manifest import BUFFER, WEIGHT_KINDS, Manifest
+from reshard.core.manifest import BUFFER, PARAM, WEIGHT_KINDS, Manifest
 from reshard.errors import TWO_RUNS, CorruptError, IncompleteError
 from reshard.formats.deepspeed import layers, native
 from reshard.formats.deepspeed.cuts import Cuts
 from reshard.formats.deepspeed.directory import RankFiles, TagFiles, advise_copying
 from reshard.formats.deepspeed.experts import tensor_ranks
 from reshard.formats.deepspeed.experts.tensor_ranks import TensorRanks
+from reshard.formats.deepspeed.layers import StageModule
 from reshard.formats.deepspeed.stage0 import unwrap_optimizer
 from reshard.formats.deepspeed.states import ModelStates, open_optimizer
 from reshard.layouts.model_parallel import combine
@@ -48,10 +49,13 @@ def read(files: TagFiles, first: ModelStates, rules: Path | None = None) -> Mani
         mixture = tensor_ranks.read(files, firsts, tensor)
         ranks = mixture.ranks
     else:
-        opened = _add_layers(files, firsts, tensor) if files.layers else [(f, ()) for f in firsts]
+        if files.layers:
+            opened = _add_layers(files, firsts, tensor)
+        else:
+            opened = [(own, StageModule({}, ())) for own in firsts]
         ranks = [
-            native.read(files.ranks[number], own, layer_files)
-            for number, (own, layer_files) in enumerate(opened)
+            _add_copies(native.read(files.ranks[number], own, module.files), module)
+            for number, (own, module) in enumerate(opened)
         ]
     stages = [ranks[at : at + tensor] for at in range(0, len(ranks), tensor)]
     whole = [mixture.experts] if mixture and mixture.experts else []
@@ -113,9 +117,9 @@ def _find_tensor_size(files: TagFiles, firsts: Sequence[ModelStates]) -> int:
 
 def _add_layers(
     files: TagFiles, firsts: Sequence[ModelStates], tensor: int
-) -> list[tuple[ModelStates, Sequence[TorchFile]]]:
+) -> list[tuple[ModelStates, StageModule]]:
     """Add the tensors of the layers' files to the model states; return them with the files."""
-    opened: dict[int, tuple[ModelStates, Sequence[TorchFile]]] = {}
+    opened: dict[int, tuple[ModelStates, StageModule]] = {}
     for tensor_rank in range(tensor):
         numbers = range(tensor_rank, len(firsts), tensor)
         members = [_list_flat_members(files.ranks[number], firsts[number]) for number in numbers]
@@ -134,8 +138,21 @@ def _add_layers(
                 listed = [{name: shapes[name] for name in group} for group in groups]
                 root = {**root, "param_shapes": listed}
             first = replace(firsts[number], root=root, layer_tensors=module.tensors)
-            opened[number] = (first, module.files)
+            opened[number] = (first, module)
     return [opened[number] for number in sorted(opened)]
+
+
+def _add_copies(rank: Manifest, module: StageModule) -> Manifest:
+    """Return a rank with the copies of shared modules as replicas of their tensors."""
+    copies: dict[str, list[Chunk]] = {}
+    for fqn, tensor in module.copies:
+        copies.setdefault(fqn, []).append(tensor.chunk)
+    return rank.with_entries(
+        replace(entry, chunks=(*entry.chunks, *copies[entry.fqn]))
+        if entry.kind in (PARAM, BUFFER) and entry.fqn in copies
+        else entry
+        for entry in rank.entries.values()
+    )
 
 
 def _list_flat_members(files: RankFiles, first: ModelStates) -> list[list[str]]:

@@ -132,6 +132,16 @@ class ModelStates:
             if name not in skip:
                 yield make_whole_entry(name, BUFFER if name in buffers else PARAM, tensor)
 
+    def _are_both_empty(self, alias: str, kept: str) -> bool:
+        """Return whether two parameters that DeepSpeed lists as shared have no elements.
+
+        DeepSpeed 0.19.8 compares addresses (``_get_shared_params``), and all tensors without
+        elements have the same. At stage 3, which has placeholders, it compares its own numbers.
+        """
+        stage = self.config.get("zero_optimization", {}).get("stage")
+        tensors = (self.find_tensor(alias), self.find_tensor(kept))
+        return stage != 3 and all(tensor is not None and not tensor.numel for tensor in tensors)
+
     def find_tied_copies(self, tied: Mapping[str, str]) -> Iterator[Entry]:
         """Yield the aliases that have a storage of their own, which DeepSpeed never writes.
 
@@ -152,8 +162,12 @@ class ModelStates:
         placeholders of one parameter are one view, too. If one view has several names, the one that
         the optimizer lists is kept, else the first that the file lists beside its tensors.
         """
-        tied = {str(alias): str(kept) for alias, kept in self.get_section("shared_params").items()}
         module, declared = self.module, self.declared_names
+        tied = {
+            str(alias): str(kept)
+            for alias, kept in self.get_section("shared_params").items()
+            if not self._are_both_empty(str(alias), str(kept))
+        }
         trained = {name for group in self.shapes for name in group}
         names_of_view: dict[Any, list[str]] = {}
         for name, tensor in module.items():

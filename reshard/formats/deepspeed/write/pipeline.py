@@ -44,8 +44,8 @@ class Layer:
 def list_layers(manifest: Manifest) -> tuple[Layer, ...]:
     """Return the layers of a pipeline; empty if the source is not a pipeline.
 
-    The last use of a shared module is a function of it in most models: a layer without a file,
-    after all others.
+    A layer may have no tensors, only a file. The last use of a shared module is a function of it in
+    most models: a layer without a file, after all others.
     """
     names_of: dict[int, dict[str, str]] = {}
     for entry in manifest.of_kind(PARAM, BUFFER):
@@ -53,7 +53,10 @@ def list_layers(manifest: Manifest) -> tuple[Layer, ...]:
             if number is not None:
                 name = _get_local_name(entry.fqn, number)
                 names_of.setdefault(number, {})[name] = entry.fqn
-    layers = [Layer(number, names) for number, names in sorted(names_of.items())]
+    if not names_of:
+        return ()
+    numbers = {number for path in manifest.files if (number := parse_layer(path)) is not None}
+    layers = [Layer(number, names_of.get(number, {})) for number in sorted(numbers)]
     shared = Counter(fqn for layer in layers for fqn in layer.fqns if fqn.startswith(TIED))
     once = {fqn: _get_local_name(fqn, 0) for fqn, count in shared.items() if count == 1}
     if once:
@@ -90,13 +93,13 @@ def share_layers(
     if count > len(layers):
         raise UsageError(f"--pp {count}", f"is more than the {len(layers)} layers of the model")
     before = manifest.origin.mesh.get("pp", 1)
-    own = _find_source_stages(manifest, layers, before)
-    if before == count and own is not None:
-        return own, "as in the source"
+    known = _find_source_stages(manifest, layers, before)
+    if before == count and known:
+        return _fill_stages(known, layers, count), "as in the source"
     methods = _list_partition_methods(manifest, layers, total)
-    fitting = [
-        name for name, cut in methods.items() if own is None or _is_same(cut(before), own, layers)
-    ]
+    # The number of a layer without a file is not known for certain.
+    shown = {n: known[n] for layer in layers if layer.has_file and (n := layer.number) in known}
+    fitting = [name for name, cut in methods.items() if _is_fitting(cut(before), shown)]
     if not fitting:
         raise UsageError(
             manifest.origin.path,
@@ -104,28 +107,40 @@ def share_layers(
             _GIVE_LAYERS,
         )
     how = f"as partition_method {fitting[0]!r} shares them"
-    known = "" if own else ", which the source does not state: --stage-layers N,N,... sets others"
-    return methods[fitting[0]](count), how + known
+    if not known:
+        how += ", which the source does not state: --stage-layers N,N,... sets others"
+    return methods[fitting[0]](count), how
 
 
-def _find_source_stages(manifest: Manifest, layers: Sequence[Layer], count: int) -> Stages | None:
-    """Return the stages of the source, as its ranks' files show them; None if they do not."""
+def _find_source_stages(manifest: Manifest, layers: Sequence[Layer], count: int) -> dict[int, int]:
+    """Return the number of each layer whose stage the source's optimizer shows -> the stage."""
     tensor = manifest.origin.mesh.get("tp", 1)
-    ends = [0] * (count + 1)
     owners: dict[str, int] = {}
     for entry in manifest.entries.values():
         for chunk in entry.chunks if entry.kind not in (PARAM, BUFFER) else ():
             if match := _RANK.search(chunk.file):
                 stage = int(match[1]) // tensor
                 owners[entry.fqn] = max(owners.get(entry.fqn, 0), stage)
-    if count == 1 or not owners:
-        return None
-    at = 0
-    for layer in layers:
+    known = {}
+    for layer in layers if count > 1 else ():
         # Several stages hold a shared module. Only its last use, which has no file, shows a stage.
         own = (fqn for fqn in layer.fqns if not (layer.has_file and fqn.startswith(TIED)))
         stages = [owners[fqn] for fqn in own if fqn in owners]
-        at = max(at, max(stages, default=at))
+        if stages:
+            known[layer.number] = max(stages)
+    return known
+
+
+def _fill_stages(known: Mapping[int, int], layers: Sequence[Layer], count: int) -> Stages:
+    """Return the stages of all layers; other layers are on the stage of those before them.
+
+    Args:
+        known: number of a layer -> its stage.
+    """
+    ends = [0] * (count + 1)
+    at = 0
+    for layer in layers:
+        at = max(at, known.get(layer.number, at))
         ends[at + 1] = layer.number + 1
     return _make_ranges(list(accumulate(ends, max)))
 
@@ -138,7 +153,7 @@ def _list_partition_methods(
     buffers = {entry.fqn for entry in manifest.of_kind(BUFFER)}
     parameters, blocks = [0] * total, [0] * total
     # No file names the classes of layers: the most frequent set of names is taken for the block.
-    kinds = Counter(frozenset(layer.names) for layer in layers)
+    kinds = Counter(frozenset(layer.names) for layer in layers if layer.names)
     common = max(kinds, key=lambda kind: (kinds[kind], len(kind)))
     for layer in layers:
         trained = layer.fqns - buffers - manifest.frozen
@@ -156,14 +171,9 @@ def _list_partition_methods(
     return {name: methods[name] for name in order}
 
 
-def _is_same(a: Stages, b: Stages, layers: Sequence[Layer]) -> bool:
-    """Return whether two divisions put every layer that has a file on the same stage."""
-
-    def locate(stages: Stages) -> list[int]:
-        with_file = (layer.number for layer in layers if layer.has_file)
-        return [next(n for n, s in enumerate(stages) if number in s) for number in with_file]
-
-    return locate(a) == locate(b)
+def _is_fitting(stages: Stages, known: Mapping[int, int]) -> bool:
+    """Return whether a division puts the known layers on their stages."""
+    return all(number in stages[stage] for number, stage in known.items())
 
 
 def _make_ranges(ends: Sequence[int]) -> Stages:
