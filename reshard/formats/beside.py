@@ -12,6 +12,7 @@ from typing import Any
 from reshard.containers import torch_reader
 from reshard.containers.json_files import read_json_object
 from reshard.containers.pickles import trust
+from reshard.containers.pickles.objects import SCHEDULER
 from reshard.containers.torch_detect import is_torch_file
 from reshard.core.location import Location
 from reshard.core.manifest import Manifest
@@ -26,6 +27,7 @@ from reshard.training.companion_files import CONFIG_FOLDERS, is_model_config
 
 _RANDOM = re.compile(r"(?:rng_state|random_states)(?:_(\d+))?\.(?:pth|pkl)")
 _EPOCH = re.compile(r"epoch_\d+")
+_ENGINE = re.compile(r"pytorch_model(?:_(\d+))?")  # Accelerate's folders of DeepSpeed engines
 TRAINER_STATE = "trainer_state.json"
 _COMPANIONS = {
     "scheduler.pt": "scheduler",
@@ -64,8 +66,47 @@ def add_companions(manifest: Manifest, location: Location) -> Manifest:
             ),
             unknown_globals=tuple(sorted({*manifest.unknown_globals, *unknown})),
         )
-        return add_kept_files(extended, near)
+        models = sum(_ENGINE.fullmatch(name) is not None for name in near.folders)
+        engine = _ENGINE.fullmatch(location.name)
+        number = int(engine[1] or 0) if engine else 0
+        return choose_scheduler(add_kept_files(extended, near), number, models)
     return manifest
+
+
+def choose_scheduler(manifest: Manifest, number: int, models: int) -> Manifest:
+    """Return the state with the scheduler of one of several models, as its only one.
+
+    Accelerate numbers models, optimizers and schedulers in the order in which they were prepared
+    (1.15 ``checkpointing.py``, ``save_accelerator_state``). Unless there are as many schedulers as
+    models, nothing states whose they are, and all stay.
+
+    Args:
+        number: of the model that is read, from 0.
+        models: how many there are in the checkpoint.
+    """
+    train = manifest.train
+    files = {n: p for n, p in train.kept_files.items() if copied_files.SCHEDULER.fullmatch(n)}
+    name = f"scheduler_{number}.bin" if number else "scheduler.bin"
+    if models < 2 or len(files) != models or name not in files:
+        return manifest
+    file, stems = torch_reader.read(as_path(files[name])), {Path(each).stem for each in files}
+    objects = {key: value for key, value in train.objects.items() if key not in stems}
+    if number:
+        own = train.objects.get(Path(name).stem)
+        objects = {key: value for key, value in objects.items() if key != SCHEDULER}
+        objects |= {} if own is None else {SCHEDULER: own}
+    others = {n: path for n, path in train.kept_files.items() if n not in files}
+    return replace(
+        manifest,
+        train=replace(
+            train,
+            scheduler=to_plain(tree.convert_file(file)),
+            client={key: value for key, value in train.client.items() if key not in stems},
+            objects=objects,
+            kept_files={**others, "scheduler.bin": files[name]},
+        ),
+        files={file.path: file.source(), **manifest.files},
+    )
 
 
 def describe_recipe(location: Location) -> list[str]:

@@ -58,6 +58,7 @@ from reshard.state_dict.tree import (
 from reshard.system.files import SourceFiles
 from reshard.units import some
 
+ANOTHER = "another state dict"  # of a model that is not read, in `Manifest.unread`
 _LISTED = 6
 _FAIRSCALE = "shard_metadata"
 _OPEN_END = (
@@ -124,7 +125,7 @@ def build_manifest(
     notes += _collect_notes(parts, parsed, read, {*entries, *tied})
     all_entries = [*entries.values(), *selection.iterate_slots(read, tied)]
     train = _build_train_state(parts, read)
-    models = dict.fromkeys(parts.other_models, "another state dict")
+    models = dict.fromkeys(parts.other_models, ANOTHER)
     strays = dict.fromkeys(_find_stray_tensors(parts, train.objects), "a tensor outside the model")
     devices = (leaf.device for leaf in parts.model.values() if isinstance(leaf, GlobalTensor))
     return Manifest(

@@ -158,6 +158,22 @@ def test_a_split_keeps_the_keys_of_dcp_and_the_files_beside(case, library_case, 
         )
 
 
+@pytest.mark.parametrize(
+    ("case", "names"),
+    [
+        ("acc_two_models", ("model", "model_1")),
+        ("acc_fsdp2_two_models", ("pytorch_model_fsdp_0", "pytorch_model_fsdp_1")),
+    ],
+)
+def test_each_of_two_models_has_its_own_scheduler(case, names, library_case):
+    place = source(case, library_case)
+    for key, own in zip(names, ("lr_lambdas", "step_size"), strict=True):
+        with reshard.open(place, key=key) as checkpoint:
+            assert own in checkpoint.manifest.train.scheduler
+            assert "scheduler.bin" in checkpoint.manifest.train.kept_files
+            assert "scheduler_1.bin" not in checkpoint.manifest.train.kept_files
+
+
 def test_a_lost_optimizer_is_noticed_by_its_scheduler(library_case, tmp_path):
     for case, name in (("acc_single", "optimizer.bin"), ("trainer_single", "optimizer.pt")):
         shutil.copytree(source(case, library_case), tmp_path / case)

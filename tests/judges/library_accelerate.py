@@ -134,6 +134,7 @@ def _second_model(accelerator: Accelerator, *, first_wrapped: bool) -> None:
         accelerator.prepare(optimizer)
     else:
         accelerator.prepare(other, optimizer)
+    accelerator.prepare(torch.optim.lr_scheduler.StepLR(optimizer, 7))
 
 
 def _as_rank_files(accelerator: Accelerator, model: Any, optimizer: Any, ckpt: Path) -> None:

@@ -118,7 +118,10 @@ def read(
     notes = [*beside.describe_recipe(location), *directory.describe_stage(location)]
     notes += _describe_missing_optimizer(manifest)
     manifest = replace(manifest, train=train, warnings=(*manifest.warnings, *notes))
-    return beside.add_kept_files(manifest, location)
+    manifest = beside.add_kept_files(manifest, location)
+    models = sum(kind == assemble.ANOTHER for kind in manifest.unread.values()) + 1
+    number = sections.parse_number(tuple((key or "").split(".")))
+    return beside.choose_scheduler(manifest, number, models)
 
 
 def _describe_missing_optimizer(manifest: Manifest) -> list[str]:
@@ -241,7 +244,11 @@ def _select_checkpoint(
     """Return the selected checkpoint without complete other ones beside it, else the last step."""
     if chosen is None:
         return _select_step(families)
-    others = [s for s, files in families.items() if s != chosen and _is_checkpoint(files)]
+    others = [
+        stem
+        for stem, files in families.items()
+        if stem != chosen and not provenance.RANDOM.match(stem) and _is_checkpoint(files)
+    ]
     warnings = [f"{stem} is another checkpoint, which was not read" for stem in others]
     return {stem: files for stem, files in families.items() if stem not in others}, warnings
 
