@@ -213,6 +213,7 @@ GOES_ON = [  # case, the grid to go on with, options; the loss may differ by the
     ("pp2_odd", {}, {}, 0.0),
     ("pp2_odd", {"pp": 3}, {}, 1e-5),
     ("pp1_odd", {"pp": 2, "dp": 1}, {}, 2e-2),
+    ("pp2_lone", {"pp": 3}, {}, 1e-5),
     ("experts2_z0", {}, {}, 0.0),
     ("experts2_z1", {"tp": 4, "dp": 1, "ep": 4}, {"ep": 4}, 2e-2),
     ("experts2_z1", {"tp": 1, "dp": 2}, {}, 2e-2),

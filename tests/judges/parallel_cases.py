@@ -30,6 +30,7 @@ class Case:
             and a bias of each expert of the second.
         odd: whether a pipeline has a layer without tensors, two with an empty parameter, and a
             module that is used on both stages, each time as a layer with a file.
+        lone: whether a pipeline has a shared module that is used only once.
         heads: of an autotp model: of queries, and of keys and values.
         words: the rows of its vocabulary.
     """
@@ -49,6 +50,7 @@ class Case:
     universal: bool = False
     frozen: bool = False
     odd: bool = False
+    lone: bool = False
     method: str = "uniform"
     heads: tuple[int, int] = (4, 2)
     words: int = 32
@@ -82,6 +84,15 @@ CASES = {
         Case("pp2_z0_fp32", pp=2, stage=0, precision="fp32", tied=False),
         Case("pp2_z0_bf16", pp=2, stage=0, tied=False),
         Case("pp2_odd", pp=2, precision="fp32", tied=False, patterns=False, odd=True),
+        Case(
+            "pp2_lone",
+            pp=2,
+            precision="fp32",
+            tied=False,
+            patterns=False,
+            lone=True,
+            method="parameters",
+        ),
         Case("pp1_odd", dp=2, tied=False, patterns=False, odd=True, method="parameters"),
         Case("pp4_tied", pp=4, groups="one"),
         Case("tp2pp2", tp=2, pp=2),

@@ -127,8 +127,10 @@ def specs(case: Case) -> list[Any]:
             TiedLayerSpec("embed", models.Embedding, forward_fn=models.tied_logits, **attribute)
         ]
     blocks = [LayerSpec(models.Block, n, frozen=case.frozen and not n) for n in range(BLOCKS)]
+    gain = TiedLayerSpec("gain", models.Gain, tied_weight_attr="gain")
+    if case.lone:
+        blocks = [gain, *blocks]
     if case.odd:
-        gain = TiedLayerSpec("gain", models.Gain, tied_weight_attr="gain")
         nothing = LayerSpec(models.Nothing)
         blocks = [gain, nothing, LayerSpec(nn.Identity), *blocks, nothing, gain, gain]
     return [embedding, *blocks, LayerSpec(models.Norm, "last"), *head]

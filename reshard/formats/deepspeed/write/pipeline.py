@@ -45,7 +45,7 @@ def list_layers(manifest: Manifest) -> tuple[Layer, ...]:
     """Return the layers of a pipeline; empty if the source is not a pipeline.
 
     A layer may have no tensors, only a file. The last use of a shared module is a function of it in
-    most models: a layer without a file, after all others.
+    most models: a layer without a file, after all others, unless the last stage does not train it.
     """
     names_of: dict[int, dict[str, str]] = {}
     for entry in manifest.of_kind(PARAM, BUFFER):
@@ -58,12 +58,26 @@ def list_layers(manifest: Manifest) -> tuple[Layer, ...]:
     numbers = {number for path in manifest.files if (number := parse_layer(path)) is not None}
     layers = [Layer(number, names_of.get(number, {})) for number in sorted(numbers)]
     shared = Counter(fqn for layer in layers for fqn in layer.fqns if fqn.startswith(TIED))
-    once = {fqn: _get_local_name(fqn, 0) for fqn, count in shared.items() if count == 1}
+    stages: dict[str, int] = {}  # module -> the last stage that trains a tensor of it
+    for fqn, stage in _find_owners(manifest).items():
+        module = _get_shared_module(fqn)
+        stages[module] = max(stage, stages.get(module, 0))
+    last = manifest.origin.mesh.get("pp", 1) - 1
+    once = {
+        fqn: _get_local_name(fqn, 0)
+        for fqn, count in shared.items()
+        if count == 1 and stages.get(_get_shared_module(fqn), last) == last
+    }
     if once:
         layers.append(
             Layer(layers[-1].number + 1, {local: f for f, local in once.items()}, has_file=False)
         )
     return tuple(layers)
+
+
+def _get_shared_module(fqn: str) -> str:
+    """Return the key of the shared module that has a tensor."""
+    return fqn.removeprefix(TIED).partition(".")[0]
 
 
 def _get_local_name(fqn: str, number: int) -> str:
@@ -112,8 +126,8 @@ def share_layers(
     return methods[fitting[0]](count), how
 
 
-def _find_source_stages(manifest: Manifest, layers: Sequence[Layer], count: int) -> dict[int, int]:
-    """Return the number of each layer whose stage the source's optimizer shows -> the stage."""
+def _find_owners(manifest: Manifest) -> dict[str, int]:
+    """Return the last stage of the source whose optimizer has each parameter."""
     tensor = manifest.origin.mesh.get("tp", 1)
     owners: dict[str, int] = {}
     for entry in manifest.entries.values():
@@ -121,6 +135,12 @@ def _find_source_stages(manifest: Manifest, layers: Sequence[Layer], count: int)
             if match := _RANK.search(chunk.file):
                 stage = int(match[1]) // tensor
                 owners[entry.fqn] = max(owners.get(entry.fqn, 0), stage)
+    return owners
+
+
+def _find_source_stages(manifest: Manifest, layers: Sequence[Layer], count: int) -> dict[int, int]:
+    """Return the number of each layer whose stage the source's optimizer shows -> the stage."""
+    owners = _find_owners(manifest)
     known = {}
     for layer in layers if count > 1 else ():
         # Several stages hold a shared module. Only its last use, which has no file, shows a stage.
