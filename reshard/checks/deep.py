@@ -27,6 +27,7 @@ from reshard.core.box import index_of
 from reshard.core.dtypes import FLOAT32, DType
 from reshard.core.manifest import BUFFER, MASTER, PARAM, WEIGHT_KINDS, Entry, Key, Manifest
 from reshard.model import ModelShapes
+from reshard.quantised.packed import find_packed
 from reshard.quantised.remainders import is_computed
 from reshard.system.derived import list_files
 from reshard.system.files import SourceFiles
@@ -294,8 +295,13 @@ def _list_padding_values(dtype: DType, *, fsdp: bool) -> frozenset[bytes]:
 
 
 def check_finite(manifest: Manifest, scan: ScanResult, ignored: Ignored) -> Check:
-    """Check for NaN and infinity; in a buffer, such as a mask, they are only a warning."""
-    examined = _select_floats(manifest, scan, ignored)
+    """Check for NaN and infinity; in a buffer, such as a mask, they are only a warning.
+
+    Codes that are stored in a dtype of floats are no values.
+    """
+    codes = find_packed(manifest)
+    floats = _select_floats(manifest, scan, ignored)
+    examined = [each for each in floats if each[0].fqn not in codes]
     check = Check(names.FINITE, counted(len(examined), "tensor"))
     if not examined:
         return not_applicable(names.FINITE, "no tensor has a floating-point dtype")

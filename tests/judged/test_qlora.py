@@ -78,6 +78,11 @@ def test_codes_and_scales_are_split_as_they_are(run, saved, tmp_path):
     assert reshard.diff(saved / run / "run", tmp_path / "out").same
 
 
+@pytest.mark.parametrize("run", RUNS)
+def test_codes_in_a_dtype_of_floats_are_not_taken_for_nan(run, saved):
+    assert reshard.verify(saved / run / "run", deep=True).passed
+
+
 def test_scales_that_modules_save_under_zero_3_are_read(saved):
     with reshard.open(saved / "zero3" / "run") as checkpoint:
         scales = [name for name in checkpoint if name.endswith(".SCB")]
