@@ -296,7 +296,9 @@ def check_model(manifest: Manifest, shapes: ModelShapes | None) -> Check:
         return not_applicable(names.MODEL, "--model is not given")
     stored = {entry.fqn: entry.shape for entry in manifest.of_kind(*WEIGHT_KINDS)}
     expected, tied = {**shapes.parameters, **shapes.buffers}, shapes.tied
-    published = shapes.find_published()
+    published = shapes.find_published(stored)
+    for fqn in published.list_ignored(stored) if published is not None else ():
+        del stored[fqn]
     if published is not None and _is_published(stored, published):
         stored = {published.spellings.get(fqn, fqn): shape for fqn, shape in stored.items()}
         expected, tied = published.written, published.list_aliases()

@@ -17,7 +17,7 @@ def restore_memory_form(manifest: Manifest, model: ModelShapes) -> Manifest:
 
     Weights of another model stay as they are.
     """
-    published = model.find_published()
+    published = model.find_published(entry.fqn for entry in manifest.of_kind(*WEIGHT_KINDS))
     if published is None or not published.fits(manifest):
         return manifest
     return published.restore_memory_form(manifest)

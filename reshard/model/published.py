@@ -13,7 +13,7 @@ from __future__ import annotations
 import re
 import sys
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal
 
 from reshard.core.box import Index
@@ -56,6 +56,8 @@ class Published:
         spellings: further names of published tensors in files -> the name that is written.
         mtp_names: matches the published names of layers of multi-token prediction (MTP), which
             the class of the model ignores, and ``MtpModel`` reads; None if the model has none.
+        ignored: matches names in files of former releases, which ``from_pretrained`` leaves out;
+            None if there are none.
     """
 
     conversion: FormConversion
@@ -63,6 +65,7 @@ class Published:
     unsaved: frozenset[str]
     spellings: Mapping[str, str]
     mtp_names: re.Pattern[str] | None = None
+    ignored: re.Pattern[str] | None = None
 
     def recognize_form(self, manifest: Manifest) -> Form:
         """Return the form that weights have: the one in memory, or the published one.
@@ -78,7 +81,7 @@ class Published:
         foreign = stored - conversion.after.keys() - self.spellings.keys()
         unknown = {
             "memory": stored - conversion.before.keys(),
-            "published": foreign.difference(self._list_mtp(foreign)),
+            "published": foreign.difference(self._list_mtp(foreign), self.list_ignored(foreign)),
         }
         fitting: list[Form] = [form for form in FORMS if not unknown[form]]
         if not fitting:
@@ -93,10 +96,18 @@ class Published:
 
     def _list_mtp(self, fqns: Iterable[str]) -> list[str]:
         """Return those names of layers of multi-token prediction that the model does not have."""
-        if self.mtp_names is None:
+        return self._list_matches(self.mtp_names, fqns)
+
+    def list_ignored(self, fqns: Iterable[str]) -> list[str]:
+        """Return those names that ``from_pretrained`` leaves out."""
+        return self._list_matches(self.ignored, fqns)
+
+    def _list_matches(self, pattern: re.Pattern[str] | None, fqns: Iterable[str]) -> list[str]:
+        """Return the names that match a pattern and are not those of the model's own tensors."""
+        if pattern is None:
             return []
         known = self.conversion.after.keys() | self.spellings.keys()
-        return [fqn for fqn in fqns if fqn not in known and self.mtp_names.match(fqn)]
+        return [fqn for fqn in fqns if fqn not in known and pattern.search(fqn)]
 
     def knows(self, manifest: Manifest) -> bool:
         """Return whether all weights have names of this model, in one of its forms."""
@@ -151,6 +162,11 @@ class Published:
                 f" {some(beside, 1)}",
                 "keep the published names with --names hf, or the source's with --names source",
             )
+        if ignored := {*self.list_ignored(stored)}:
+            kept = [entry for entry in manifest.entries.values() if entry.fqn not in ignored]
+            note = f"left out, as from_pretrained of {self.conversion.model} does: "
+            warnings = (*manifest.warnings, note + some(sorted(ignored)))
+            manifest = replace(manifest.with_entries(kept), warnings=warnings)
         usual = {name: self.spellings[name] for name in stored if name in self.spellings}
         manifest = rename_some(manifest, usual) if usual else manifest
         return self.conversion.invert().apply(manifest)
@@ -189,7 +205,9 @@ def trace_published(root: nn.Module, source: str) -> Published | None:
     conversion = FormConversion(source, shapes, after)
     conversion.prove()
     spellings = _find_spellings(root, state, conversion)
-    return Published(conversion, aliases, unsaved, spellings, _match_mtp(root))
+    return Published(
+        conversion, aliases, unsaved, spellings, _match_mtp(root), _match_ignored(root)
+    )
 
 
 def _list_weights(manifest: Manifest) -> list[str]:
@@ -207,10 +225,24 @@ def _match_mtp(root: Any) -> re.Pattern[str] | None:
     text = getattr(root.config, "get_text_config", lambda **_: root.config)(decoder=True)
     first, count = (getattr(text, name, None) for name in ("num_hidden_layers", "num_mtp_layers"))
     ignored = getattr(root, "_keys_to_ignore_on_load_unexpected", None) or ()
-    patterns = [_MTP] if any(_MTP in pattern for pattern in ignored) else []
+    patterns = [f"^{_MTP}"] if any(_MTP in pattern for pattern in ignored) else []
     if isinstance(first, int) and isinstance(count, int):
-        patterns += [rf"(.*\.)?layers\.{number}\." for number in range(first, first + count)]
+        patterns += [rf"(^|\.)layers\.{number}\." for number in range(first, first + count)]
     return re.compile("|".join(patterns)) if patterns else None
+
+
+def _match_ignored(root: Any) -> re.Pattern[str] | None:
+    """Return what matches the names that ``from_pretrained`` leaves out without a warning.
+
+    Source: transformers 5.24 ``modeling_utils.py`` (``_adjust_missing_and_unexpected_keys``).
+    """
+    patterns = [*(getattr(root, "_keys_to_ignore_on_load_unexpected", None) or ())]
+    buffers = [name for name, _ in root.named_buffers()]
+    if any(name.endswith("rotary_emb.inv_freq") for name in buffers):
+        patterns.append(r"rotary_emb\.inv_freq")
+    if any(name.endswith("position_ids") for name in buffers):
+        patterns.append(r"(^|\.)position_ids$")
+    return re.compile("|".join(f"({each})" for each in patterns)) if patterns else None
 
 
 def _revert(
@@ -266,23 +298,36 @@ def _find_spellings(
 ) -> dict[str, str]:
     """Return other names of the published tensors, by which transformers also loads them.
 
-    A model that was loaded from files with another prefix saves that prefix again.
+    A model that was loaded from files with another prefix saves that prefix again. Files of a model
+    without its head lack the prefix of the base model. Former releases had other names of some
+    layers, which transformers lists as "legacy".
     """
     try:
         from transformers.conversion_mapping import get_model_conversion_mapping
         from transformers.core_model_loading import PrefixChange
     except ImportError:
         return {}
-    transforms = get_model_conversion_mapping(root, add_legacy=False)
-    if not any(isinstance(transform, PrefixChange) for transform in transforms):
-        return {}
-    names = {traced.pieces: name for name, traced in conversion.after.items()}
-    spellings: dict[str, str] = {}
-    # The attribute of a model that was loaded with these conversions.
-    with replace_attributes(root, _weight_conversions=transforms):
-        others = _revert(root, state, conversion.before, conversion.model)
-    for other, traced in others.items():
-        name = names.get(traced.pieces)
-        if name is not None and other != name and other not in conversion.after:
-            spellings[other] = name
+    after = conversion.after
+    prefix = f"{root.base_model_prefix}."
+    without = {name.removeprefix(prefix): name for name in after if name.startswith(prefix)}
+    spellings = {other: name for other, name in without.items() if other not in after}
+    usual = get_model_conversion_mapping(root, add_legacy=False)
+    legacy = get_model_conversion_mapping(root)[len(usual) :]
+    former = [[*usual, each] for each in legacy if _may_rename(each, after)]
+    if any(isinstance(transform, PrefixChange) for transform in usual):
+        former.append(usual)
+    names = {traced.pieces: name for name, traced in after.items()}
+    for transforms in former:
+        # The attribute of a model that was loaded with these conversions.
+        with replace_attributes(root, _weight_conversions=transforms):
+            others = _revert(root, state, conversion.before, conversion.model)
+        for other, traced in others.items():
+            name = names.get(traced.pieces)
+            if name is not None and other != name and other not in after:
+                spellings[other] = name
     return spellings
+
+
+def _may_rename(transform: Any, names: Iterable[str]) -> bool:
+    """Return whether the plain text that a renaming writes is in a name."""
+    return any(text in name for text in transform.target_patterns for name in names)

@@ -8,7 +8,7 @@ which order).
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import TYPE_CHECKING, Any
@@ -62,8 +62,9 @@ class ModelShapes:
         layer_norms: every name of the parameters of ``nn.LayerNorm``.
         frozen: the parameters that need no gradient.
         names: every name of the parameters, in the order of the modules.
-        find_published: returns the published form of the model, which other tools read; None if
-            it is certainly the form in memory.
+        is_converted: whether transformers may hold the model in another form than its files do.
+        trace: returns the form of the model in files, which other tools read; None if it is not of
+            transformers.
     """
 
     source: str
@@ -76,9 +77,16 @@ class ModelShapes:
     layer_norms: frozenset[str] = frozenset()
     frozen: frozenset[str] = frozenset()
     names: tuple[str, ...] = ()
-    find_published: Callable[[], Published | None] = field(
-        default=_find_nothing, compare=False, repr=False
-    )
+    is_converted: bool = False
+    trace: Callable[[], Published | None] = field(default=_find_nothing, compare=False, repr=False)
+
+    def find_published(self, names: Iterable[str]) -> Published | None:
+        """Return the published form; None if tensors with these names are in the form in memory.
+
+        Names that the model does not have in memory can be those of a former release.
+        """
+        known = {*self.parameters, *self.buffers, *self.tied}
+        return self.trace() if self.is_converted or not known.issuperset(names) else None
 
     def rename(self, name: Callable[[str], str]) -> ModelShapes:
         """Return the model with other names of its tensors and its units' modules."""
@@ -127,7 +135,7 @@ def describe_module(
         _collect_parameters_of(nn.LayerNorm, root),
         frozenset(fqn for (_, each), fqn in firsts.items() if not each.requires_grad),
         tuple(tensors.names),
-        _plan_trace(root, source),
+        *_plan_trace(root, source),
     )
 
 
@@ -215,18 +223,16 @@ def _collect_parameters_of(module_class: type[nn.Module], root: nn.Module) -> fr
     )
 
 
-def _plan_trace(root: nn.Module, source: str) -> Callable[[], Published | None]:
-    """Return a function that finds the published form of a model on its first call."""
+def _plan_trace(root: nn.Module, source: str) -> tuple[bool, Callable[[], Published | None]]:
+    """Return whether a model may be converted, and a function that traces it on its first call."""
     transformers = sys.modules.get("transformers")  # a model of transformers has imported it
     if transformers is None or not isinstance(root, transformers.PreTrainedModel):
-        return _find_nothing
+        return False, _find_nothing
     from reshard.model.library import may_be_converted
     from reshard.model.published import trace_published
 
     config = {**root.config.to_dict(), "architectures": [type(root).__name__]}
-    return (
-        cache(lambda: trace_published(root, source)) if may_be_converted(config) else _find_nothing
-    )
+    return may_be_converted(config), cache(lambda: trace_published(root, source))
 
 
 def _find_owners(root: nn.Module, wrapped: set[nn.Module]) -> dict[nn.Module, nn.Module]:

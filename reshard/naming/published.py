@@ -171,7 +171,10 @@ def _convert(manifest: Manifest, published: Published, names: Names | None) -> C
         back = published.restore_memory_form(manifest)
         return ChosenForm(back, (f"names as in memory of {conversion.model}",))
     if form == "published":
-        return ChosenForm(manifest, (), published.list_aliases(), published.written)
+        stored = {entry.fqn for entry in manifest.of_kind(*WEIGHT_KINDS)}
+        is_former = not stored.isdisjoint(published.spellings)  # transformers loads them, too
+        shapes = {} if is_former else published.written
+        return ChosenForm(manifest, (), published.list_aliases(), shapes)
     manifest, notes = _leave_out_unsaved(manifest, published)
     manifest = _keep_written_names(manifest, published.aliases)
     if not conversion.changes_nothing:

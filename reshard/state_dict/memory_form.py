@@ -124,7 +124,8 @@ def _find_place(
 
 def has_published_names(names: Iterable[str], model: ModelShapes) -> bool:
     """Return whether an optimizer's parameters have names that the model has only in files."""
-    published = model.find_published()
+    names = {*names}
+    published = model.find_published(names)
     if published is None:
         return False
     only_in_files = published.conversion.after.keys() - published.conversion.before.keys()
@@ -136,7 +137,7 @@ def restore_memory_form(state: Mapping[str, Any], model: ModelShapes) -> dict[st
 
     A state dict of another model stays as it is; so does one with tensors of unknown shape.
     """
-    published = model.find_published()
+    published = model.find_published(state)
     tensors = {fqn: as_global(leaf) for fqn, leaf in state.items()}
     if published is None or not all(tensors.values()):
         return dict(state)

@@ -6,7 +6,8 @@ import json
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 import reshard
 from reshard.errors import UsageError
@@ -71,6 +72,89 @@ def test_verify_compares_a_published_model_with_its_own_names(made, tmp_path):
     assert [check.failures for check in report.checks if check.failures] == [
         ["missing: model.layers.1.block_sparse_moe.experts.2.w1.weight"]
     ]
+
+
+def rename_gpt2(state):
+    """Return a GPT-2 as on the Hub: without the prefix of the head's class, with old buffers."""
+    old = {f"h.{layer}.attn.bias": torch.ones(1, 1, 8, 8).tril() for layer in range(2)}
+    return {fqn.removeprefix("transformer."): value for fqn, value in state.items()} | old
+
+
+def rename_llama(state):
+    """Return a Llama as converted in 2023, with a buffer of each layer."""
+    inside = "self_attn.rotary_emb.inv_freq"
+    return state | {f"model.layers.{layer}.{inside}": torch.rand(4) for layer in range(2)}
+
+
+def rename_wav2vec2(state):
+    """Return a wav2vec 2.0 with torch's names of normalised weights before 2.0."""
+    inside = "parametrizations.weight.original"
+    news = {f"{inside}0": "weight_g", f"{inside}1": "weight_v"}
+    return {
+        next((fqn.replace(new, old) for new, old in news.items() if new in fqn), fqn): value
+        for fqn, value in state.items()
+    }
+
+
+_SMALL = {
+    "vocab_size": 32,
+    "hidden_size": 8,
+    "intermediate_size": 16,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+}
+_CONVOLUTIONS = {
+    "conv_dim": (8, 8),
+    "conv_kernel": (3, 3),
+    "conv_stride": (2, 2),
+    "num_conv_pos_embeddings": 4,
+    "num_conv_pos_embedding_groups": 2,
+    "num_feat_extract_layers": 2,
+}
+FORMER = {
+    "GPT2LMHeadModel": (
+        rename_gpt2,
+        "h.0.attn.bias, h.1.attn.bias",
+        {"vocab_size": 32, "n_embd": 8, "n_layer": 2, "n_head": 2, "n_positions": 8},
+    ),
+    "LlamaForCausalLM": (
+        rename_llama,
+        ", ".join(f"model.layers.{layer}.self_attn.rotary_emb.inv_freq" for layer in range(2)),
+        _SMALL,
+    ),
+    "Wav2Vec2ForCTC": (rename_wav2vec2, "", {**_SMALL, **_CONVOLUTIONS}),
+}
+
+
+@pytest.mark.parametrize("file", ["model.safetensors", "pytorch_model.bin"])
+@pytest.mark.parametrize("name", FORMER)
+def test_names_of_former_releases_are_those_of_the_live_model(name, file, tmp_path):
+    transformers = pytest.importorskip("transformers")
+    kind, (rename, left_out, settings) = getattr(transformers, name), FORMER[name]
+    model = kind(kind.config_class(**settings))
+    model.save_pretrained(tmp_path / "hub")
+    stored = rename(load_file(tmp_path / "hub" / "model.safetensors"))
+    (tmp_path / "hub" / "model.safetensors").unlink()
+    save = save_file if file.endswith(".safetensors") else torch.save
+    save(stored, tmp_path / "hub" / file)
+    (tmp_path / "groups.json").write_text(json.dumps(GROUPS))
+    groups = tmp_path / "groups.json"
+    report = reshard.split(
+        tmp_path / "hub", tmp_path / "dcp", to="dcp", init_optimizer="zeros", param_groups=groups
+    )
+    dcp_to_torch_save(tmp_path / "dcp", tmp_path / "whole.pt")
+    found = torch.load(tmp_path / "whole.pt", weights_only=False)
+    wanted, loading = kind.from_pretrained(tmp_path / "hub", output_loading_info=True)
+    assert not loading["unexpected_keys"]
+    assert not loading["missing_keys"]
+    model.load_state_dict(found["model"], strict=False)
+    for fqn, value in wanted.state_dict().items():
+        assert torch.equal(model.state_dict()[fqn], value), fqn
+    optimized = {fqn for group in found["optim"]["param_groups"] for fqn in group["params"]}
+    assert optimized == dict(wanted.named_parameters()).keys()
+    noted = [text for text in report.warnings if "left out, as from_pretrained" in text]
+    assert [text.endswith(left_out) for text in noted] == [True] * bool(left_out)
+    assert reshard.verify(tmp_path / "hub", model=str(tmp_path / "hub")).passed
 
 
 def prepare_trainer(name, place, steps, **settings):
