@@ -268,8 +268,8 @@ def test_experts_on_the_same_grid_give_the_files_that_deepspeed_wrote(case, made
 @pytest.mark.parametrize(
     ("case", "options", "message"),
     [
-        ("experts2_z1", {"ep": 1}, "no complete files of the experts"),
-        ("experts2_z1", {"tp": 4, "dp": 1}, "no complete files of the experts"),
+        ("experts2_z1", {"ep": 1}, "does not save all files of the experts"),
+        ("experts2_z1", {"tp": 4, "dp": 1}, "does not save all files of the experts"),
         ("experts2_z1", {"to": "ds-universal"}, "no universal layout"),
         ("experts2_z1", {"pp": 2}, "is not a pipeline"),
     ],

@@ -232,9 +232,10 @@ def _refuse_partial_save(state: WritableState, layer: str, size: int, tensor: in
         return
     raise UnsupportedError(
         f"--tp {tensor} --ep {size}",
-        f"DeepSpeed has no complete files of the experts of {layer.rstrip('.')!r} there: with whole"
-        " experts, the expert-parallel ranks must be a multiple of the tensor-parallel ranks,"
-        " without use_data_before_expert_parallelism",
+        f"DeepSpeed does not save all files of the experts of {layer.rstrip('.')!r} in this grid:"
+        " if each rank has its experts whole, the number of expert-parallel ranks must be a"
+        " multiple of the number of tensor-parallel ranks, without"
+        " use_data_before_expert_parallelism",
         "give another --ep or --tp",
     )
 
