@@ -413,8 +413,8 @@ def test_deepspeeds_own_merge_reads_our_files(results, stage, precision):
 def test_reshard_reads_our_files(results, root, tmp_path, stage, precision):
     state = results[f"look-native-of-native-{stage}-{precision}"]
     source = root / f"native-{stage}-{precision}"
-    if stage == "ddp":  # masters and moments have no names there, and shapes are ambiguous
-        dtype = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[precision]
+    if stage == "ddp" and precision != "bf16":  # shapes are ambiguous, and no masters give names
+        dtype = {"fp32": torch.float32, "fp16": torch.float16}[precision]
         tensors = {n: torch.tensor(v).to(dtype) for n, v in state["parameters"].items()}
         with reshard.open(source, tag=f"global_step{AT}") as checkpoint:
             assert all(torch.equal(checkpoint[n][...], v) for n, v in tensors.items())
