@@ -297,11 +297,12 @@ def check_model(manifest: Manifest, shapes: ModelShapes | None) -> Check:
     stored = {entry.fqn: entry.shape for entry in manifest.of_kind(*WEIGHT_KINDS)}
     expected, tied = {**shapes.parameters, **shapes.buffers}, shapes.tied
     published = shapes.find_published(stored)
-    for fqn in published.list_ignored(stored) if published is not None else ():
-        del stored[fqn]
-    if published is not None and _is_published(stored, published):
-        stored = {published.spellings.get(fqn, fqn): shape for fqn, shape in stored.items()}
-        expected, tied = published.written, published.list_aliases()
+    if published is not None:
+        for fqn in published.list_ignored(stored):
+            del stored[fqn]
+        if _is_published(stored, published):
+            stored = {published.spellings.get(fqn, fqn): shape for fqn, shape in stored.items()}
+            expected, tied = published.written, published.list_aliases()
     aliases: dict[str, set[str]] = defaultdict(set)
     for alias, kept in (*tied.items(), *manifest.tied.items()):
         aliases[kept].add(alias)

@@ -68,7 +68,7 @@ _OPEN_END = (
 # Their programs save the model inside of DDP: Lightning 2.6 ``strategies/strategy.py``
 # (``lightning_module_state_dict``), Accelerate 1.15 ``accelerator.py`` (``prepare_model``),
 # transformers 5.24 ``trainer.py`` (``_save``). The others do not use DDP.
-_WITHOUT_DDP = ("lightning", "accelerate", "hf-trainer", "torchtitan", "verl")
+_UNWRAPPED_FORMATS = ("lightning", "accelerate", "hf-trainer", "torchtitan", "verl")
 _COUNTER = re.compile(r"(global_?)?steps?|iterations?|last_epoch|_step_count|epoch")
 
 _WITH_ADAPTERS = (
@@ -163,7 +163,7 @@ def _may_be_ddp(origin: Origin, weights: Iterable[GlobalTensor]) -> bool:
     store axes, and may be Megatron FSDP's, whose wrapper has the name of DDP's.
     """
     is_lightning_1 = origin.versions.get("lightning", "").startswith("1.")  # see `native`
-    if origin.format in _WITHOUT_DDP and not is_lightning_1:
+    if origin.format in _UNWRAPPED_FORMATS and not is_lightning_1:
         return False
     sharded = {axis for tensor in weights for axis, dim in tensor.placement if dim is not None}
     return all(ROLES.get(axis) == "tensor" for axis in sharded)

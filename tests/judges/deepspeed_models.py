@@ -120,19 +120,6 @@ def repeated(model: Menagerie) -> Menagerie:
     return model
 
 
-class Enclosing(nn.Module):
-    """A model whose only part has the name that DDP gives to the model that it wraps."""
-
-    def __init__(self, inner: nn.Module) -> None:
-        super().__init__()
-        self.module = inner
-
-    def forward(self, input_ids: Tensor) -> Tensor:
-        """Return the loss."""
-        loss: Tensor = self.module(input_ids)
-        return loss
-
-
 class Headed(nn.Module):
     """A model with a value head, which saves itself as TRL 0.11's ``modeling_value_head.py`` does.
 

@@ -24,7 +24,7 @@ import reshard.deepspeed
 from tests.judges import deepspeed_models as models
 from tests.judges import deepspeed_state
 from tests.judges.device import DEVICE, IS_GPU
-from tests.judges.models import named, ties
+from tests.judges.models import Enclosing, named, ties
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -88,7 +88,7 @@ def build_model(case: Case, config: dict[str, Any], seed: int = 7) -> nn.Module:
         if variant == "headed":
             return models.Headed(model)
     if variant == "enclosed":
-        return models.Enclosing(model)
+        return Enclosing(model)
     if variant == "repeated":
         return models.repeated(model)
     return models.checkpointed(model) if variant == "checkpointed" else model

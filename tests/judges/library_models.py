@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 from transformers import LlamaForCausalLM
 
-from tests.judges.models import llama_config
+from tests.judges.models import Enclosing, llama_config
 
 VOCAB = 96
 SEQUENCE = 8
@@ -53,19 +53,6 @@ def net_tied() -> Net:
 def net_frozen() -> Net:
     """Return a model with a parameter that is not trained."""
     return Net(frozen=True)
-
-
-class Enclosing(nn.Module):
-    """A model whose only part has the name that DDP gives to the model that it wraps."""
-
-    def __init__(self, inner: nn.Module) -> None:
-        super().__init__()
-        self.module = inner
-
-    def forward(self, input_ids: Tensor) -> Tensor:
-        """Return the loss."""
-        loss: Tensor = self.module(input_ids)
-        return loss
 
 
 def net_enclosed() -> Enclosing:

@@ -1,10 +1,10 @@
-"""Functions that the models of all judges share."""
+"""What the models of all judges share."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
-from torch import nn
+from torch import Tensor, nn
 from transformers import LlamaConfig
 
 
@@ -49,3 +49,16 @@ def ties(model: nn.Module) -> dict[str, str]:
     """Return alias -> the name under which an unwrapped model lists the parameter first."""
     first = {id(p): name for name, p in named(model)}
     return {name: first[id(p)] for name, p in named(model, every=True) if first[id(p)] != name}
+
+
+class Enclosing(nn.Module):
+    """A model whose only part has the name that DDP gives to the model that it wraps."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.module = inner
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        """Return the loss."""
+        loss: Tensor = self.module(input_ids)
+        return loss

@@ -32,13 +32,14 @@ def choose_writer(manifest: Manifest, options: SplitOptions) -> Writer:
     """
     name = options.to or registry.describe_source(manifest).writer
     if name is None:
-        name_it = f"name the layout to write: --to {'|'.join(registry.list_writers())}"
-        is_whole = len(manifest.files) == 1 and manifest.origin.world == 1
-        as_it_is = "its program loads this file on any number of ranks; for another program, "
+        advice = f"name the layout to write: --to {'|'.join(registry.list_writers())}"
+        if len(manifest.files) == 1 and manifest.origin.world == 1:
+            whole = "its program loads this file on any number of ranks; for another program, "
+            advice = whole + advice
         raise UsageError(
             manifest.origin.path,
             f"is a {manifest.origin.format} checkpoint, whose layout split does not keep",
-            as_it_is + name_it if is_whole else name_it,
+            advice,
         )
     return registry.find_writer(name)
 

@@ -53,12 +53,8 @@ VECTORIZED static void multiply(const Task *task, Py_ssize_t row, Py_ssize_t col
             add_products(task, row, column, at, sums, count, PART_ROWS, DEPTH, 0);
     }
     for (; at < task->rank; at++)
-        for (Py_ssize_t i = 0; i < rows; i++) {
-            if (at)
-                add_products(task, row + i, column, at, sums + i, count, 1, 1, 0);
-            else
-                add_products(task, row + i, column, 0, sums + i, count, 1, 1, 1);
-        }
+        for (Py_ssize_t i = 0; i < rows; i++)
+            add_products(task, row + i, column, at, sums + i, count, 1, 1, at == 0);
 }
 
 /* Write the sums of values and of float32 terms, in float32 or bfloat16; return how many finite ones became

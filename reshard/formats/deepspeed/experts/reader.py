@@ -57,20 +57,20 @@ def read(files: TagFiles, first: ModelStates) -> Manifest:
     else:
         first, sizes = with_all_experts(first, experts)
         manifest = native.read(files.ranks[0], first, [expert.file for expert in experts])
-    manifest = finish(manifest, module, count_experts(experts), sizes)
+    manifest = sort_by_module(manifest, module, count_experts(experts), sizes)
     if lacks_lists and manifest.frozen:
         text = f"{_NO_BUFFERS}: {some(sorted(manifest.frozen), _LISTED)}"
         manifest = replace(manifest, warnings=(*manifest.warnings, text))
     return manifest
 
 
-def finish(
+def sort_by_module(
     manifest: Manifest,
     module: Iterable[str],
     counts: Mapping[str, int],
     sizes: Mapping[str, int],
 ) -> Manifest:
-    """Return the manifest with its tensors and groups of experts in the module's order.
+    """Return the manifest in the module's order, with the number of expert-parallel ranks.
 
     Args:
         module: the names of the module with all experts, in order.

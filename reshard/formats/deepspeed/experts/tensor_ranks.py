@@ -59,7 +59,7 @@ class TensorRanks:
         if self.experts is None:
             size, shares = self.ranks[0].origin.mesh["ep"], joined.origin.mesh["tp"]
         else:
-            joined = reader.finish(joined, self.module, self.counts, self.sizes)
+            joined = reader.sort_by_module(joined, self.module, self.counts, self.sizes)
             size, shares = max(self.sizes.values()), 1
         mesh = {**joined.origin.mesh, "ep": size, EXPERT_TENSOR: shares}
         return replace(joined, origin=replace(joined.origin, mesh=mesh))

@@ -77,7 +77,7 @@ def lay_out(
     }
     notes = tuple(gpt_neox.describe_settings(state, grid_options.sizes))
     state = gpt_neox.adapt_settings(state, grid_options.sizes)
-    if experts.has_mixture(state):
+    if grid.has_experts(state):
         parts, spec, notes = _lay_out_mixture(state, grid_options, **options)
     elif grid.is_whole(state, grid_options):
         spec = resolve_spec(state, **options)

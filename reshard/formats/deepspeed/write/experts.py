@@ -160,11 +160,6 @@ class Mixture:
         return ExpertRank(replace(state, manifest=replace(state.manifest, tied=tied)), names)
 
 
-def has_mixture(state: WritableState) -> bool:
-    """Return whether a state has experts."""
-    return any(parse_expert_name(weight.fqn) for weight in state.weights)
-
-
 def make_mixture(
     state: WritableState,
     options: GridOptions,

@@ -107,6 +107,11 @@ def is_whole(state: WritableState, options: GridOptions) -> bool:
     return options.sizes.is_one and not list_layers(state.manifest)
 
 
+def has_experts(state: WritableState) -> bool:
+    """Return whether a state has experts of ``deepspeed.moe``."""
+    return any(parse_expert_name(weight.fqn) for weight in state.weights)
+
+
 def make_cuts(
     state: WritableState, options: GridOptions, ranks: int
 ) -> tuple[Cuts, dict[str, Any]]:
@@ -136,7 +141,7 @@ def cut_state(state: WritableState, options: GridOptions) -> ModelGrid:
             element.
     """
     manifest, sizes = state.manifest, options.sizes
-    if sizes.expert > 1 and not any(parse_expert_name(w.fqn) for w in state.weights):
+    if sizes.expert > 1 and not has_experts(state):
         raise UsageError(
             f"--ep {sizes.expert}",
             f"{manifest.origin.path} contains no experts of deepspeed.moe",
