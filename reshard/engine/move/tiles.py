@@ -54,6 +54,16 @@ class TileReader:
         """
         self.fill(self._find_planner(entry).plan_block(box, dtype).copies, into)
 
+    def read_elements(
+        self, entry: Entry, start: int, stop: int, dtype: DType, into: memoryview
+    ) -> None:
+        """Fill ``into`` with elements ``start`` to ``stop`` of a flattened tensor, in ``dtype``.
+
+        Raises:
+            ReshardError: a file cannot be read, or the dtype cannot be cast.
+        """
+        self.read_run(self._find_planner(entry), start, stop, dtype, into)
+
     def read_bytes(self, file: str, byte_offset: int, into: memoryview) -> None:
         """Fill ``into`` with the bytes at an offset of a file.
 

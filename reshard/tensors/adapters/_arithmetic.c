@@ -6,6 +6,7 @@
 
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
+#include <math.h>
 
 #include "../../engine/move/values.h"
 
@@ -57,22 +58,32 @@ VECTORIZED static void multiply(const Task *task, Py_ssize_t row, Py_ssize_t col
             add_products(task, row + i, column, at, sums + i, count, 1, 1, at == 0);
 }
 
+/* Return how many of `count` bfloat16 values are infinite. */
+static Py_ssize_t count_infinite(const char *values, Py_ssize_t count) {
+    Py_ssize_t found = 0;
+    for (Py_ssize_t i = 0; i < count; i++) found += isinf(load_bfloat16(values, i)) != 0;
+    return found;
+}
+
 /* Write the sums of values and of float32 terms, in float32 or bfloat16; return how many finite ones became
    infinite as bfloat16, or -1 if one is not finite. The rest is undefined then, so NaN is not rounded on its own. */
 INLINED Py_ssize_t add_terms(float (*load)(const char *, Py_ssize_t), const char *values, const float *terms,
                              char *sums, Py_ssize_t count, int itemsize) {
-    uint32_t special = 0, overflowed = 0;
+    int32_t largest = 0;
     for (Py_ssize_t i = 0; i < count; i++) {
-        uint32_t bits = bits_of(load(values, i) + terms[i]), magnitude = magnitude_of(bits);
-        uint16_t half = (bits + 0x7FFF + (bits >> 16 & 1)) >> 16;
-        special |= magnitude >= 0x7F800000;
-        overflowed += (half & 0x7FFF) == 0x7F80;
-        if (itemsize == 2)
+        uint32_t bits = bits_of(load(values, i) + terms[i]);
+        int32_t magnitude = magnitude_of(bits);
+        largest = largest > magnitude ? largest : magnitude;
+        if (itemsize == 2) {
+            uint16_t half = (bits + 0x7FFF + (bits >> 16 & 1)) >> 16;
             memcpy(sums + 2 * i, &half, 2);
-        else
+        } else {
             memcpy(sums + 4 * i, &bits, 4);
+        }
     }
-    return special ? -1 : itemsize == 2 ? (Py_ssize_t)overflowed : 0;
+    if (largest >= 0x7F800000) return -1;
+    /* From this magnitude on, a finite value is rounded to an infinite one. */
+    return itemsize == 2 && largest >= 0x7F7F8000 ? count_infinite(sums, count) : 0;
 }
 
 #define TERM_LOOP(dtype)                                                                                           \

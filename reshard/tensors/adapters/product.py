@@ -99,6 +99,11 @@ class MergedWeight:
     tile_rows: int
 
     @property
+    def expert(self) -> int:
+        """The index of the expert in the first dim; 0 for a tensor without experts."""
+        return self.lead[0] if self.lead else 0
+
+    @property
     def columns(self) -> int:
         """The number of columns."""
         return prod(self.shape[1:])
@@ -184,13 +189,12 @@ class MergedWeight:
 
     def _read_base(self, reader: TileReader, first: int, rows: int) -> memoryview:
         """Return rows of the base, in memory that the next tile uses again."""
-        rest = self.shape[1:]
-        origin = (*self.lead, first, *(0 for _ in rest))
-        box = Box(origin, (*(1 for _ in self.lead), rows, *rest))
         most = self.tile_rows * self.columns * self.dtype.itemsize
         memory = memoryview(reader.keep("base", most, lambda: bytearray(most)))
-        memory = memory[: box.volume * self.dtype.itemsize]
-        reader.read(self.base, box, self.dtype, memory)
+        start = (self.expert * self.shape[0] + first) * self.columns
+        stop = start + rows * self.columns
+        memory = memory[: (stop - start) * self.dtype.itemsize]
+        reader.read_elements(self.base, start, stop, self.dtype, memory)
         return memory
 
     def _set_lengths(
@@ -210,8 +214,7 @@ class MergedWeight:
         if product.a is None:  # a bias
             return b, memoryview(array("f", [1])).cast("B"), 1
         rank = product.a.shape[0] // experts
-        expert = self.lead[0] if experts > 1 else 0
-        a = _read(reader, product.a, expert * rank, rank)
+        a = _read(reader, product.a, self.expert * rank, rank)
         if experts == 1 and product.order == "out_in" and product.singular is None:
             return b, a, rank
         import numpy as np
@@ -219,7 +222,7 @@ class MergedWeight:
         right = np.frombuffer(a, "<f4").reshape(rank, -1)
         if product.singular is not None:
             right = right * np.frombuffer(_read(reader, product.singular), "<f4")[:, None]
-        left = np.frombuffer(b, "<f4").reshape(-1, rank, experts)[..., expert]
+        left = np.frombuffer(b, "<f4").reshape(-1, rank, experts)[..., self.expert]
         if product.order == "in_out":
             left, right = right.T, left.T
         return memoryview(left.tobytes()), memoryview(right.tobytes()), rank
