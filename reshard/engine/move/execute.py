@@ -221,7 +221,7 @@ class _Worker:
             self.filler.read_shared(copy for window in batch for copy in window.copies)
         for window in batch:
             self._fill(window)
-        self.filler.flush_checksum()
+        self.filler.flush_checksums()
         self._record_in(self._keep(self.seen))
 
     def _record_in(self, seen: Outcome) -> None:

@@ -49,7 +49,7 @@ def fill(
         filler.reads = reads
     for copy in copies:
         filler.fill(copy, buffer)
-    filler.flush_checksum()
+    filler.flush_checksums()
     return filler.overflowed
 
 
@@ -104,7 +104,7 @@ class Filler:
         self._clamp = clamp
         self._read_bytes = read_bytes
         self._needs_checksum = needs_checksum
-        self._last: tuple[str, int, int, int] | None = None  # file, byte offset, nbytes, crc
+        self._last: dict[str, tuple[int, int, int]] = {}  # file -> byte offset, nbytes, crc
         self._buffer = bytearray()
         self._shared_buffer = bytearray()
         self._prefetched: Sequence[tuple[str, int, int]] = ()
@@ -173,7 +173,7 @@ class Filler:
         self._count(copy.fqn, overflowed, flushed)
         if crc is not None:
             nbytes += len(into) // copy.target_dtype.itemsize * copy.dtype.itemsize
-            self._last = copy.file, start, nbytes, crc
+            self._last[copy.file] = start, nbytes, crc
         return True
 
     def read_shared(self, copies: Iterable[Copy]) -> None:
@@ -270,15 +270,15 @@ class Filler:
 
     def take_reads(self) -> Spans:
         """Return the ranges that were read since the last call, with their checksums."""
-        self.flush_checksum()
+        self.flush_checksums()
         reads, self.reads = self.reads, Spans()
         return reads
 
-    def flush_checksum(self) -> None:
-        """Record the checksum of the range that was read last."""
-        if self._last is not None:
-            self.reads.put(*self._last)
-            self._last = None
+    def flush_checksums(self) -> None:
+        """Record the checksums of the ranges that were read last."""
+        for file, span in self._last.items():
+            self.reads.put(file, *span)
+        self._last.clear()
 
     def read_into(self, file: str, offset: int, into: memoryview) -> None:
         """Read a range and compute its checksum, which continues that of an adjacent range."""
@@ -290,15 +290,16 @@ class Filler:
         self._pool.read_into(file, offset, into)
         if self._needs_checksum(file):
             start, nbytes, crc = self._continue_checksum(file, offset)
-            self._last = file, start, nbytes + len(into), crc32(into, crc)
+            self._last[file] = start, nbytes + len(into), crc32(into, crc)
 
     def _continue_checksum(self, file: str, offset: int) -> tuple[int, int, int]:
         """Return the range that one at an offset continues: its start, its size, its checksum."""
-        if self._last is not None:
-            before, start, nbytes, crc = self._last
-            if before == file and start + nbytes == offset:
+        last = self._last.get(file)
+        if last is not None:
+            start, nbytes, crc = last
+            if start + nbytes == offset:
                 return start, nbytes, crc
-            self.flush_checksum()
+            self.reads.put(file, *last)
         return offset, 0, 0
 
 

@@ -28,7 +28,7 @@ from reshard.errors import CorruptError
 from reshard.system.derived import Derived, Reader, list_files
 from reshard.tensors.averages import sums
 
-_BLOCK_NBYTES = 1 << 20  # values of all checkpoints that a core's cache holds
+_BLOCK_NBYTES = 1 << 21  # values of all checkpoints; reads of fewer bytes wait for one another
 _LEAST = 1 << 14  # elements; with shorter blocks, calls dominate
 
 
