@@ -7,11 +7,7 @@ of another rank, step or run breaks that, although its name, sizes and steps may
 
 from __future__ import annotations
 
-import contextlib
-import struct
-import sys
 import zlib
-from array import array
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -20,8 +16,9 @@ from typing import TYPE_CHECKING, Any
 
 from reshard.core.box import Box, Index, contiguous_cuts
 from reshard.core.chunks import Chunk
-from reshard.core.dtypes import BFLOAT16, FLOAT16, FLOAT32, DType, round_to_bfloat16
+from reshard.core.dtypes import BFLOAT16, FLOAT32, DType
 from reshard.core.manifest import MASTER, PARAM, Entry, Manifest
+from reshard.engine.move import compiled
 from reshard.engine.move.fill import fill
 from reshard.engine.planning.copies import Copy, CopyPlanner
 from reshard.quantised.remainders import is_computed, round_ties_as_stored
@@ -33,7 +30,6 @@ if TYPE_CHECKING:
 
 _SAMPLED = 128  # elements of each stored block
 _BATCH = 1 << 18  # elements that are read before they are compared together
-_FEW = 1 << 16  # elements that are compared without numpy
 _EVERY = 1 << 20  # elements of a box if all elements are compared
 
 
@@ -218,32 +214,14 @@ def _read(pool: SourceFiles, blocks: Sequence[Sequence[Copy]], dtype: DType) -> 
 def _mark_unequal(masters: bytearray, weights: bytearray, source: DType, trained: DType) -> bytes:
     """Return a byte for each element: 1 if the weight is not the cast of its master, else 0.
 
-    A few elements that are all equal are compared without numpy, whose import takes longer than a
-    small merge.
+    Equal elements are compared without numpy if this installation has the compiled casts: the
+    import of numpy takes longer than a small merge.
     """
-    numel = len(masters) // source.itemsize
-    if (
-        numel <= _FEW
-        and "numpy" not in sys.modules
-        and _cast(masters, source, trained) == bytes(weights)
-    ):
-        return bytes(numel)
+    made = bytearray(masters if source == trained else len(weights))
+    is_cast = source == trained or compiled.cast(masters, made, source, trained, clamp=False)
+    if is_cast and made == weights:
+        return bytes(len(weights) // trained.itemsize)
     return _mark_unequal_numbers(masters, weights, source, trained)
-
-
-def _cast(masters: bytearray, source: DType, trained: DType) -> bytes | None:
-    """Return the cast, rounded to nearest even as in `move.cast`; None if it needs numpy."""
-    if source == trained:
-        return bytes(masters)
-    if (source, trained) == (FLOAT32, BFLOAT16):
-        numbers = memoryview(masters).cast("I")  # a NaN can round to 17 bits
-        return array("H", (min(round_to_bfloat16(bits), 0xFFFF) for bits in numbers)).tobytes()
-    if (source, trained) == (FLOAT32, FLOAT16):
-        # `struct` refuses numbers that would round to infinity; they are compared with numpy.
-        with contextlib.suppress(OverflowError):
-            floats = memoryview(masters).cast("f")
-            return struct.pack(f"<{len(floats)}e", *floats)
-    return None
 
 
 def _mark_unequal_numbers(
