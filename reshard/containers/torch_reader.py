@@ -30,7 +30,11 @@ from reshard.containers.zip_reader import ZipMember, read_directory
 from reshard.core import stamps
 from reshard.core.manifest import Record
 from reshard.errors import ALTERED, CorruptError, UnsupportedError, shown
+from reshard.system.checksum import crc32
 from reshard.system.files import Section, SourceFiles, get_size, refuse_lfs_pointer
+
+_LITTLE = b"little"
+_LITTLE_MEMBER = len(_LITTLE), crc32(_LITTLE)  # its directory entry states enough of its content
 
 
 def read(
@@ -91,9 +95,10 @@ def read_archive(
     root = member.name.removesuffix("data.pkl")
     # Under ``set_crc32_options(False)`` torch writes CRC 0 for every member; no real CRC here is 0.
     checked = members.get(f"{root}version", member).crc32 != 0
-    if members.get(f"{root}byteorder"):
-        _, order = members[f"{root}byteorder"].read(archive, checked=checked)
-        if order != b"little":
+    byteorder = members.get(f"{root}byteorder")
+    if byteorder and (byteorder.nbytes, byteorder.crc32) != _LITTLE_MEMBER:
+        _, order = byteorder.read(archive, checked=checked)
+        if order != _LITTLE:
             raise UnsupportedError(path, f"contains {order!r}-endian tensors")
     if member.nbytes > MAX_PICKLE:
         raise CorruptError(path, f"its pickle has {member.nbytes} bytes, more than reshard reads")

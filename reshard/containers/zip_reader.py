@@ -90,6 +90,9 @@ class ZipMember(NamedTuple):
         return start, data
 
 
+_make_member = ZipMember._make  # faster than a call of the class
+
+
 def read_directory(archive: Section) -> dict[str, ZipMember]:
     """Read every member, by name.
 
@@ -111,7 +114,7 @@ def read_directory(archive: Section) -> dict[str, ZipMember]:
     for offset, name, member_size, crc, at in sorted(entries, reverse=True):
         if name in members or offset >= limit:
             raise CorruptError(path, f"zip member {name!r} is listed twice or overlaps another")
-        members[name] = ZipMember(name, member_size, crc, offset, limit, start + at)
+        members[name] = _make_member((name, member_size, crc, offset, limit, start + at))
         limit = offset
     return members
 
