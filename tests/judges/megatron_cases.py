@@ -296,6 +296,13 @@ _ROWS = [
     Case("mixtral_grouped_ep2", "mixtral_grouped", Grid(dp=2, ep=2)),
     Case("mixtral_grouped_tp2", "mixtral_grouped", Grid(tp=2, sp=True)),
     Case("mixtral_grouped_frozen", "mixtral_grouped", Grid(), frozen=(".experts.",)),
+    Case(
+        "mixtral_grouped_distopt_ep2dp2",
+        "mixtral_grouped",
+        Grid(dp=2, ep=2),
+        **EVERY,
+        frozen=("self_attention",),
+    ),
     Case("moe_latent_tp2ep2", "moe_latent", Grid(tp=2, dp=2, ep=2, sp=True), "fp32"),
     Case("qwen_moe_ep2", "qwen_moe", Grid(dp=2, ep=2)),
     Case("qwen3_moe_tp2ep2", "qwen3_moe", Grid(tp=2, dp=2, ep=2, sp=True), "fp32", adam="torch"),

@@ -93,13 +93,8 @@ def _list_blocks(
 
 def locate_piece(
     fqn: str, whole: Mapping[str, Entry], rank: GridPosition, args: Arguments, table: Table
-) -> tuple[Entry, Index, tuple[tuple[Box, Box], ...]] | None:
-    """Return a parameter, and the shape and blocks of a rank's piece of it.
-
-    The result is None for a name that the model does not have: the experts of GroupedMLP.
-    """
-    if fqn not in whole and (fqn != names.OUTPUT or names.EMBEDDING not in whole):
-        return None
+) -> tuple[Entry, Index, tuple[tuple[Box, Box], ...]]:
+    """Return a parameter, and the shape and blocks of a rank's piece of it."""
     stored = _get_stored(fqn, whole)
     return stored, *_list_blocks(fqn, stored, rank, args, table)
 

@@ -23,7 +23,12 @@ from reshard.formats.megatron.directory import GridPosition
 from reshard.formats.megatron.optimizers import buckets, flat_buffers, forms
 from reshard.formats.megatron.optimizers.buckets import Param
 from reshard.formats.megatron.optimizers.forms import RankParam
-from reshard.formats.megatron.optimizers.frozen import Element, Sample, sample_block
+from reshard.formats.megatron.optimizers.frozen import (
+    Element,
+    Sample,
+    sample_block,
+    transpose_elements,
+)
 from reshard.formats.megatron.share import list_experts
 from reshard.layouts.model_parallel.rules import Table
 from reshard.layouts.partition import Member
@@ -196,15 +201,18 @@ class FlatBuffers:
 
     def _make_sample(self, rank: GridPosition) -> Sample:
         """Return a function that returns some elements of a rank's piece of a parameter."""
+        experts = list_experts(rank.ep, self._args.ep, self._args.experts)
 
         @cache
         def sample(fqn: str) -> Sequence[Element]:
-            found = model.locate_piece(fqn, self._whole, rank, self._args, self._table)
-            if found is None:
-                return ()
-            stored, shape, blocks = found
+            name = grouped.name_separated(fqn, experts[:1])[0]
+            stored, shape, blocks = model.locate_piece(
+                name, self._whole, rank, self._args, self._table
+            )
             with SourceFiles() as files:
-                return sample_block(shape, stored.chunks, *blocks[0], files) if blocks else ()
+                elements = sample_block(shape, stored.chunks, *blocks[0], files) if blocks else []
+            # The first of several experts side by side begins the tensor, transposed.
+            return elements if name == fqn else transpose_elements(elements, shape)
 
         return sample
 

@@ -70,6 +70,12 @@ def sample_block(
     return found
 
 
+def transpose_elements(elements: Iterable[Element], shape: Index) -> list[Element]:
+    """Return elements of a matrix of a shape with their positions in the transposed matrix."""
+    rows, columns = shape
+    return [(at % columns * rows + at // columns, value) for at, value in elements]
+
+
 def _read_element(
     chunks: Iterable[Chunk], index: Sequence[int], files: SourceFiles
 ) -> float | None:
