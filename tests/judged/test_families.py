@@ -7,8 +7,10 @@ import os
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from transformers import AutoConfig, AutoModelForCausalLM
 
 import reshard
+from reshard.layouts.model_parallel.families import load_families, read_config
 from reshard.testing.megatron import models
 from reshard.testing.megatron import proof as families
 from tests.support import combinations
@@ -60,6 +62,21 @@ def test_a_family_goes_to_megatron_and_back(proofs, name):
     assert proofs[name].problems == []
     assert proofs[name].refused == {}
     assert proofs[name].verdict == families.PROVED
+
+
+@pytest.mark.parametrize("model_type", sorted({f.model_type for f in load_families().values()}))
+def test_transformers_builds_heads_of_another_width_or_the_family_refuses_them(model_type):
+    config = models.shrink(models.read_config(families.CONFIGS.get(model_type, model_type)))
+    family, traits = read_config(config.to_dict(), model_type)
+    width = 3 * (traits.head_dim or 1)
+    changed = traits.with_values({"head_dim": width, "mtp_layers": traits.get("mtp_layers") or 0})
+    if family.find_mismatches(changed) or traits.get("kv_lora_rank"):
+        return
+    config = AutoConfig.for_model(pad_token_id=0, **family.make_config(changed))
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    rows = {param.shape[0] for param in model.parameters()}
+    assert width * traits.heads in rows or width * (traits.heads + 2 * traits.groups) in rows
 
 
 def test_layers_that_predict_more_tokens_go_with_qwen3_next(tmp_path):

@@ -349,3 +349,22 @@ def test_a_window_counts_the_token_itself(tokens, window):
     traits = megatron_traits.parse_args({**SMOLLM3, "window_size": tokens}, "args")
     assert traits.window == window
     assert window is None or megatron_traits.make_args(traits)["window_size"] == tokens
+
+
+@pytest.mark.parametrize(
+    ("name", "own", "unusual", "problem"),
+    [
+        ("llama", {}, {"parallel_residual": True}, "parallel_residual is True, not False"),
+        ("stablelm", {"norm": "layernorm"}, {"head_dim": 16}, "head_dim is 16, not 8"),
+    ],
+)
+def test_a_family_has_the_usual_value_of_a_trait_that_it_does_not_state(
+    name, own, unusual, problem
+):
+    """Of the families that a model otherwise fits, one would compute something else."""
+    usual = {"hidden": 32, "heads": 4, "head_dim": 8, "positions": "rope", "activation": "silu"}
+    usual |= {"norm": "rmsnorm", "gated": True, "linear_bias": False, "qkv_bias": False}
+    traits = Traits(source="args", groups=2, args=None, **usual).with_values(own)
+    assert families.choose_family(traits)[0].name == name
+    with pytest.raises(UnsupportedError, match=problem):
+        families.choose_family(traits.with_values(unusual), name)

@@ -1,7 +1,8 @@
 """Families of Hugging Face's models: which one a model is, by which table, and its config.
 
 A family is data: a section of a table's ``families``. ``when`` states the `Traits` that a model of
-the family has: a value, a list of possible values, or ``any`` for what its config states.
+the family has: a value, a list of possible values, or ``any`` for what its config states. A family
+that states nothing of a trait in `Traits.usual` has the usual value.
 ``config`` is its config.json and ``args`` are its arguments of Megatron, besides those that
 `megatron_traits` makes of every model's traits; both have constants, and fields that stand for
 traits (see `fields`). ``neutral`` lists values of further keys of the config that change nothing,
@@ -74,8 +75,8 @@ class Family:
 
     def find_mismatches(self, traits: Traits) -> list[str]:
         """Return the traits in which a model differs from this family, in words."""
-        mismatches = [*traits.unsupported]
         own = self.complete(traits)
+        mismatches = [*traits.unsupported, *self._find_unusual(own)]
         for name, required in self.when.items():
             allowed = required if isinstance(required, list) else [required]
             value = own.get(name)
@@ -89,6 +90,15 @@ class Family:
         if traits.args is not None:
             mismatches += self._find_odd_args(traits.args)
         return mismatches
+
+    def _find_unusual(self, traits: Traits) -> Iterator[str]:
+        """Yield the traits of which the family states nothing, and that are not the usual ones."""
+        lines = map(fields.parse_field, self.config.values())
+        stated = {*self.when, *(line.trait for line in lines if line is not None)}
+        for name, usual in traits.usual.items():
+            value = traits.get(name)
+            if name not in stated and None not in (value, usual) and value != usual:
+                yield f"{name} is {value}, not {usual}"
 
     def _find_odd_args(self, args: Mapping[str, Any]) -> Iterator[str]:
         """Yield Megatron's arguments with which no model of this family is built."""

@@ -104,6 +104,12 @@ class Traits:
         return replace(self, **own, more={**self.more, **more})
 
     @property
+    def usual(self) -> Mapping[str, Any]:
+        """The values of traits that most families have, and do not state."""
+        divided = self.hidden // self.heads if self.hidden and self.heads else None
+        return {"parallel_residual": False, "head_dim": divided}
+
+    @property
     def grouped(self) -> bool:
         """Whether several heads share a key and a value head."""
         return self.groups != self.heads
