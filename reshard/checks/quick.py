@@ -25,7 +25,7 @@ from reshard.core.box import Index
 from reshard.core.location import Location
 from reshard.core.manifest import BUFFER, PARAM, WEIGHT_KINDS, Entry, Manifest
 from reshard.errors import CorruptError
-from reshard.formats import placeholders, registry, run
+from reshard.formats import placeholders, run
 from reshard.model import ModelShapes
 from reshard.model.published import Published
 from reshard.system.paths import as_path
@@ -87,7 +87,7 @@ def check_agreement(manifest: Manifest) -> Check:
 def check_index(manifest: Manifest) -> Check:
     """Check the total size in an index; the readers have compared its files and tensors."""
     folders = {as_path(path).parent for path in manifest.files}
-    is_model = registry.describe_source(manifest).weights_only
+    is_model = manifest.origin.weights_only
     indexes = [path for folder in folders for path in folder.glob("*.index.json") if is_model]
     metadata = [path for folder in folders for path in folder.glob("*.metadata")]
     if not indexes and not metadata:

@@ -227,6 +227,7 @@ class Origin:
         zero_stage: ZeRO stage of the run; None: it has none, or none is stated.
         padding: what the framework leaves between the tensors of a flat partition.
         device: device type of the mesh of DTensors, for example "cuda"; empty: none is stated.
+        weights_only: whether the files are those of a model: weights alone, not in its order.
     """
 
     format: str
@@ -239,6 +240,7 @@ class Origin:
     zero_stage: int | None = None
     padding: Padding = "unknown"
     device: str = ""
+    weights_only: bool = False
 
     @property
     def world(self) -> int:

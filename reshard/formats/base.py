@@ -74,7 +74,6 @@ class Source:
     Args:
         writer: name of the writer that keeps the layout; None: the user must choose one.
         choose_writer: returns that name where it depends on the files of the checkpoint.
-        weights_only: whether such files hold weights alone, and do not state the model's order.
         pointer: name of the file in the run directory from which the framework takes the name of
             the checkpoint to resume from; empty: the framework takes the checkpoint's own path.
         names: how the names of parameters may differ from those of Hugging Face's model.
@@ -86,7 +85,6 @@ class Source:
 
     writer: str | None = None
     choose_writer: Callable[[Manifest], str | None] | None = None
-    weights_only: bool = False
     pointer: str = ""
     names: ModelNames = BY_MEGATRON_ARGS
     name_own_parts: Callable[[Manifest], str] | None = None

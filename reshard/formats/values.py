@@ -6,7 +6,6 @@ from dataclasses import replace
 
 from reshard.core.manifest import PARAM, Entry, Manifest, index_entries
 from reshard.errors import UnsupportedError, UsageError
-from reshard.formats import registry
 from reshard.formats.base import StateConversion
 from reshard.quantised import moments
 from reshard.units import counted, some
@@ -19,7 +18,7 @@ def dequantise(manifest: Manifest) -> tuple[Manifest, list[str]]:
     and so is a training checkpoint: the program that saved quantised weights in it loads them in
     this form.
     """
-    if not registry.describe_source(manifest).weights_only:
+    if not manifest.origin.weights_only:
         return manifest, []
     from reshard.quantised.pairs import find_pairs, list_unused_scales
 

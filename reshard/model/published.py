@@ -32,7 +32,6 @@ if TYPE_CHECKING:
 Form = Literal["memory", "published"]
 
 FORMS: tuple[Form, ...] = ("memory", "published")
-FILE_FORMATS = frozenset({"huggingface", "safetensors"})  # formats that hold published models
 _OF_TORCH = re.compile(r"pytorch_model(-\d+-of-\d+)?\.bin")  # of transformers before 5
 _MTP = "mtp"
 
@@ -40,7 +39,7 @@ _MTP = "mtp"
 def may_be_published(manifest: Manifest) -> bool:
     """Return whether the files are of the kinds in which models are published."""
     names = (path.rpartition("/")[-1] for path in manifest.files)
-    return manifest.origin.format in FILE_FORMATS or (
+    return manifest.origin.weights_only or (
         not manifest.has_optimizer and all(map(_OF_TORCH.fullmatch, names))
     )
 
@@ -91,8 +90,8 @@ class Published:
                 f"is another model: it does not have {some(sorted(names), 1)}",
                 "pass the config of this model: --hf-dir DIR (merge) or --model DIR",
             )
-        is_of_files = manifest.origin.format in FILE_FORMATS
-        return fitting[-1] if is_of_files and not conversion.changes_nothing else fitting[0]
+        is_of_files = manifest.origin.weights_only and not conversion.changes_nothing
+        return fitting[-1] if is_of_files else fitting[0]
 
     def _list_mtp(self, fqns: Iterable[str]) -> list[str]:
         """Return those names of layers of multi-token prediction that the model does not have."""

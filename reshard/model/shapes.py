@@ -124,18 +124,20 @@ def describe_module(
     units, owners, firsts = _find_units(root, policy, mixed_precision=mixed_precision)
     tensors = _name_tensors(root, owners, firsts)
     source = f"{source} ({type(root).__name__})"
+    is_converted, trace = _plan_trace(root, source)
     return ModelShapes(
-        source,
-        tensors.parameters,
-        tensors.buffers,
-        tensors.tied,
-        units,
-        _collect_tensor_plans(root),
-        _collect_parameters_of(nn.Embedding, root),
-        _collect_parameters_of(nn.LayerNorm, root),
-        frozenset(fqn for (_, each), fqn in firsts.items() if not each.requires_grad),
-        tuple(tensors.names),
-        *_plan_trace(root, source),
+        source=source,
+        parameters=tensors.parameters,
+        buffers=tensors.buffers,
+        tied=tensors.tied,
+        units=units,
+        tensor_plan=_collect_tensor_plans(root),
+        embeddings=_collect_parameters_of(nn.Embedding, root),
+        layer_norms=_collect_parameters_of(nn.LayerNorm, root),
+        frozen=frozenset(fqn for (_, each), fqn in firsts.items() if not each.requires_grad),
+        names=tuple(tensors.names),
+        is_converted=is_converted,
+        trace=trace,
     )
 
 

@@ -123,7 +123,7 @@ def resolve_model(
     shapes = given
     if shapes is None and options.model:
         shapes = ModelHint(options.model, options.wrap).shapes()
-    if not conversion.source.weights_only and not may_be_published(manifest):
+    if not may_be_published(manifest):
         if given is not None and not manifest.ordered:
             conversion = conversion.with_manifest(order_by_model(manifest, given))
         return conversion, shapes
@@ -168,7 +168,7 @@ def keep_run(conversion: StateConversion) -> StateConversion:
 
 def rebalance_batch(conversion: StateConversion) -> StateConversion:
     """Return the conversion with the accumulation steps that keep the global batch."""
-    if conversion.source.weights_only:
+    if conversion.manifest.origin.weights_only:
         return conversion
     batch = batches.rebalance_batch(conversion.manifest, conversion.request.data_parallel)
     conversion.notes.derived += batch.derived

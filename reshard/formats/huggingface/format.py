@@ -14,13 +14,12 @@ def _read(location: Location, _hints: ReadHints) -> Manifest:
     return reader.read(location)
 
 
-_WEIGHTS = Source(weights_only=True)
 FORMAT = Format(
     name=NAME,
     detect=detect,
     read=_read,
     ignored_hints=("key", "wrap"),
-    sources={NAME: _WEIGHTS, "safetensors": _WEIGHTS},
+    sources={NAME: Source(), "safetensors": Source()},
     is_generic=True,
     suffixes=(".safetensors",),
 )

@@ -195,6 +195,7 @@ def _build_manifest(
             detail=f"{len(sources)} file{'s' if len(sources) != 1 else ''}",
             mesh={"world": 1},
             precision=find_precision(entries),
+            weights_only=True,
         ),
         entries=index_entries(entries),
         files=sources,
