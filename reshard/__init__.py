@@ -37,6 +37,8 @@ if TYPE_CHECKING:  # at run time, `__getattr__` imports these on first use
     from reshard.commands.inspect import InspectOptions as InspectOptions
     from reshard.commands.merge.options import MergeOptions as MergeOptions
     from reshard.commands.merge.report import MergeReport as MergeReport
+    from reshard.commands.open_files import FilesOptions as FilesOptions
+    from reshard.commands.open_files import open_files as open_files
     from reshard.commands.plan.options import PlanOptions as PlanOptions
     from reshard.commands.plan.report import PlanReport as PlanReport
     from reshard.commands.resume_check.options import ResumeCheckOptions as ResumeCheckOptions
@@ -44,8 +46,6 @@ if TYPE_CHECKING:  # at run time, `__getattr__` imports these on first use
     from reshard.commands.serve import ServeOptions as ServeOptions
     from reshard.commands.split.options import SplitOptions as SplitOptions
     from reshard.commands.split.report import SplitReport as SplitReport
-    from reshard.commands.unwritten_files import FilesOptions as FilesOptions
-    from reshard.commands.unwritten_files import open_files as open_files
     from reshard.commands.verify.files import check_file as check_file
     from reshard.commands.verify.options import VerifyOptions as VerifyOptions
     from reshard.commands.verify.report import VerifyReport as VerifyReport
@@ -62,7 +62,7 @@ _HOMES = {  # of the public names that are not in `reshard.api`
     "DiffOptions": "reshard.commands.diff",
     "DiffReport": "reshard.commands.diff",
     "Edits": "reshard.core.keys",
-    "FilesOptions": "reshard.commands.unwritten_files",
+    "FilesOptions": "reshard.commands.open_files",
     "InspectOptions": "reshard.commands.inspect",
     "Inspection": "reshard.commands.inspect",
     "LazyTensor": "reshard.tensors.lazy",
@@ -78,7 +78,7 @@ _HOMES = {  # of the public names that are not in `reshard.api`
     "VerifyOptions": "reshard.commands.verify.options",
     "VerifyReport": "reshard.commands.verify.report",
     "check_file": "reshard.commands.verify.files",
-    "open_files": "reshard.commands.unwritten_files",
+    "open_files": "reshard.commands.open_files",
     "stamp": "reshard.hooks",
     "stamp_engine": "reshard.hooks",
 }

@@ -18,7 +18,7 @@ from typing import Any
 
 import fsspec
 
-from reshard.commands.unwritten_files import FilesOptions, open_files
+from reshard.commands.open_files import FilesOptions, open_files
 from reshard.errors import UsageError
 
 __all__ = ["CheckpointFileSystem"]

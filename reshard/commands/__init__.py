@@ -11,7 +11,7 @@ output, output_report
 forecast    memory, disk and time of a dry run
 existing_output
             comparison of a planned output with files that are there already
-unwritten, unwritten_files
+unwritten, open_files
             planning of an output whose files are read without being written, and opening them
 passes      passes over a conversion that merge and split share
 leaf_counts counts of the values that were read

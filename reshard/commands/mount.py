@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from reshard import formats
-from reshard.commands.unwritten_files import FilesOptions, open_files
+from reshard.commands.open_files import FilesOptions, open_files
 from reshard.engine.move.on_demand import OnDemandFiles
 from reshard.errors import ReshardError, UsageError
 from reshard.system.paths import is_remote

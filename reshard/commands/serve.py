@@ -21,7 +21,7 @@ from typing import Any
 from urllib.parse import unquote, urlsplit
 
 from reshard import formats
-from reshard.commands.unwritten_files import FilesOptions, open_files
+from reshard.commands.open_files import FilesOptions, open_files
 from reshard.engine.move.on_demand import OnDemandFiles
 from reshard.errors import ReshardError, UsageError
 from reshard.options import option

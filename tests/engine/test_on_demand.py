@@ -12,8 +12,8 @@ import pytest
 import torch
 
 import reshard
+from reshard.commands.open_files import FilesOptions, open_files
 from reshard.commands.split.options import SplitOptions
-from reshard.commands.unwritten_files import FilesOptions, open_files
 from reshard.core.box import whole
 from reshard.core.chunks import Chunk
 from reshard.core.dtypes import UINT8
@@ -114,7 +114,7 @@ def large(tmp_path):
 
 
 @pytest.mark.parametrize("on_overflow", ["clamp", "allow"])
-def test_unwritten_files_follow_on_overflow_as_merge_does(large, tmp_path, on_overflow, caplog):
+def test_open_files_follow_on_overflow_as_merge_does(large, tmp_path, on_overflow, caplog):
     options = {"dtype": "fp16", "on_overflow": on_overflow}
     written = reshard.merge(large, tmp_path / "out", **options)
     data = (tmp_path / "out" / "model.safetensors").read_bytes()
@@ -127,7 +127,7 @@ def test_unwritten_files_follow_on_overflow_as_merge_does(large, tmp_path, on_ov
     assert warning == f"overflowed: values of large became {done}"
 
 
-def test_unwritten_files_refuse_only_the_ranges_that_overflow(large):
+def test_open_files_refuse_only_the_ranges_that_overflow(large):
     with reshard.open_files(large, reshard.FilesOptions(dtype="fp16")) as files:
         name = "model.safetensors"
         data = files.nbytes(name)
