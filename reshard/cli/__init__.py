@@ -88,6 +88,8 @@ def _explain_os_error(error: OSError) -> int:
     """Print the error of a system call and return its exit code."""
     if error.errno == errno.ENOMEM:
         return _fail(f"{_OUT_OF_MEMORY}; {error.filename or error.strerror}", code=4)
+    if error.errno == errno.ENOSPC:  # of stdout, which click writes a help text to
+        return _fail(f"{error.filename or 'standard output'}: {error.strerror}", code=4)
     if isinstance(error, FileNotFoundError) and _is_working_directory_deleted():
         return _fail("the working directory was deleted: change to one that exists", code=2)
     return _fail(f"{error.filename or 'system'}: {error.strerror or error}", code=2)

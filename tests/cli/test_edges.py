@@ -117,6 +117,16 @@ def test_a_report_that_finds_no_place_says_that_the_output_is_whole(plain, tmp_p
     assert load_file(out).keys() == {"w"}
 
 
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="a device of Linux")
+@pytest.mark.parametrize("words", [["--help"], ["--version"], ["merge", "--help-all"]])
+def test_a_help_text_that_finds_no_place_is_a_full_disk(words):
+    with Path("/dev/full").open("w") as full:
+        command = [sys.executable, "-m", "reshard", *words]
+        done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, check=False)
+    assert done.returncode == 4
+    assert done.stderr == "reshard: standard output: No space left on device\n"
+
+
 def test_a_page_that_cannot_be_written_says_that_the_output_is_whole(plain, tmp_path, monkeypatch):
     from reshard.engine.output import commit
 

@@ -26,8 +26,7 @@ from reshard.errors import ExistsError, ReshardError, ResourceError, UsageError
 from reshard.system import signals, threads
 
 _SYNCS = 16  # concurrent calls of fsync
-# EFBIG: the file system, or a limit of the process, allows no file of that size.
-_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+_FULL = (errno.ENOSPC, errno.EDQUOT)
 _NO_LOCKS = (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP, errno.EINVAL)  # flock is not supported
 _BLOCK = 512  # bytes: the unit of st_blocks
 
@@ -39,6 +38,13 @@ def build_disk_error(path: Path, error: OSError) -> ReshardError:
             path.parent,
             f"the disk is full ({error.strerror})",
             "free some space, or choose another destination",
+        )
+    if error.errno == errno.EFBIG:
+        return ResourceError(
+            path,
+            "the file is too large for the file system, or for the limit of this process",
+            "write several files (a directory, with a smaller --max-shard-size), raise the limit"
+            " (ulimit -f), or choose another destination",
         )
     return ReshardError(path, f"cannot be written: {error.strerror}")
 
