@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from reshard.core.manifest import BUFFER, MASTER, PARAM, WEIGHT_KINDS, Entry, Manifest
+from reshard.tensors.weights import find_heads, is_untrained
 
 WEIGHT = "weight"
 COPY = "copy"  # the module's weight, if both sides also have a master weight
@@ -42,9 +43,12 @@ def pair(a: Manifest, b: Manifest) -> Paired:
 
     The value of a weight is the most precise one: the fp32 master weight, else the module's. A
     missing slot without elements is not reported. A tied weight is compared under each name that
-    both sides have.
+    both sides have. An output head that the optimizer does not train, and that one side lacks, is
+    compared with the input embedding of that side.
     """
     left, right = _collect_with_copies(a), _collect_with_copies(b)
+    _add_untrained_heads(a, left, right)
+    _add_untrained_heads(b, right, left)
     paired = Paired()
     for key, entry in left.items():
         if key in right:
@@ -90,6 +94,20 @@ def _collect_with_copies(manifest: Manifest) -> dict[PairKey, Entry]:
     masters = {entry.fqn for entry in manifest.of_kind(MASTER)}
     copies = (e for e in manifest.of_kind(PARAM, BUFFER) if e.fqn in masters)
     return {**collect_tensors(manifest), **{(COPY, entry.fqn): entry for entry in copies}}
+
+
+def _add_untrained_heads(
+    has: Manifest, stored: Mapping[PairKey, Entry], others: dict[PairKey, Entry]
+) -> None:
+    """Add to the other side the heads that only this side stores, as names of its embeddings.
+
+    DCP and full state dicts store a tied head again, and do not say that it is tied.
+    """
+    names = [fqn for kind, fqn in stored if kind == WEIGHT]
+    for head, embedding in find_heads(names):
+        kept = others.get((WEIGHT, embedding))
+        if kept is not None and is_untrained(has, head, embedding):
+            others.setdefault((WEIGHT, head), kept)
 
 
 def _is_known(

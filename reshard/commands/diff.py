@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -182,7 +182,7 @@ def diff(
     options = options or DiffOptions()
     began = time.perf_counter()
     check_page(options, [*formats.as_paths(a), *formats.as_paths(b)])
-    left, right = (open_checkpoint(paths, options) for paths in (a, b))
+    left, right = open_checkpoints((a, b), options)
     report = compare(left, right, options, meter)
     report.options = options.given()
     report.seconds = time.perf_counter() - began
@@ -238,7 +238,20 @@ def _build_page(report: DiffReport, a: Manifest, b: Manifest) -> Page:
 
 def open_checkpoint(paths: formats.Paths, options: ReadOptions) -> Manifest:
     """Read a checkpoint, check that it is safe, and rename its tensors as `merge` does."""
-    return keys.edit(read_trusted(formats.as_paths(paths), options), keys.Edits()).manifest
+    (manifest,) = open_checkpoints([paths], options)
+    return manifest
+
+
+def open_checkpoints(sources: Iterable[formats.Paths], options: ReadOptions) -> list[Manifest]:
+    """Open checkpoints to compare: DDP's ``module`` is removed from all their names or from none.
+
+    A file of weights does not say whether ``module`` is DDP's or a part of the model.
+    """
+    read = [read_trusted(formats.as_paths(paths), options) for paths in sources]
+    wrapped = any(manifest.may_be_ddp for manifest in read)
+    return [
+        keys.edit(replace(manifest, may_be_ddp=wrapped), keys.Edits()).manifest for manifest in read
+    ]
 
 
 class _Selection:

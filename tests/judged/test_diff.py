@@ -68,6 +68,31 @@ def test_merged_weights_are_those_of_the_run_as_if_cast(made, tmp_path):
     assert not reshard.diff(source, out).same, "the optimizer is missing"
 
 
+def test_a_head_that_merge_did_not_write_twice_is_compared_with_the_embedding(libraries, tmp_path):
+    """A full state dict of FSDP has both, and no file beside it says that they are tied."""
+    source, out = libraries / "acc_fsdp1_full/ckpt", tmp_path / "m.safetensors"
+    reshard.merge(source, out)
+    for sides in ((source, out), (out, source)):
+        report = reshard.diff(*sides, kinds=["weight"])
+        assert report.same, list(report.lines())
+    weights = load_file(out)
+    weights["llama.model.embed_tokens.weight"][2, 1] += 1
+    save_file(weights, out)
+    report = reshard.diff(source, out, kinds=["weight"])
+    names = {each.fqn for each in report.unequal}
+    assert names == {"llama.model.embed_tokens.weight", "llama.lm_head.weight"}
+
+
+def test_a_part_of_the_model_called_module_is_no_difference(libraries, tmp_path):
+    """Accelerate removes DDP's ``module`` itself; a file of weights alone does not say so."""
+    source, out = libraries / "acc_ddp/ckpt", tmp_path / "m.safetensors"
+    reshard.merge(source, out)
+    assert "module.count" in load_file(out)
+    for sides in ((source, out), (out, source)):
+        report = reshard.diff(*sides, kinds=["weight"])
+        assert report.same, list(report.lines())
+
+
 def test_a_difference_of_dtype_alone_is_explained(made, tmp_path):
     run = made / "z1_bf16" / "run"
     reshard.merge(run, tmp_path / "wide.safetensors", dtype="fp32")
