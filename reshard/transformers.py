@@ -64,12 +64,24 @@ def open_checkpoint(
         config=config,
         groups=groups,
         fsdp=find_fsdp_version(trainer.accelerator.state),
+        arguments=_list_arguments(trainer.args),
     )
     with open_directory(
         source, decided=decided, given=options, target=target, workers=workers
     ) as folder:
         (checkpoint,) = folder.glob("checkpoint-*")
         yield str(checkpoint)
+
+
+def _list_arguments(arguments: Any) -> dict[str, int]:
+    """Return the arguments that ``trainer_state.json`` repeats, except intervals that are ratios.
+
+    Source: transformers 5.23 ``trainer_callback.py`` (``TrainerState``; ``compute_steps``: a number
+    below 1 is a part of all steps).
+    """
+    names = ("train_batch_size", "logging_steps", "eval_steps", "save_steps")
+    given = {name: getattr(arguments, name) for name in names}
+    return {name: int(value) for name, value in given.items() if value is not None and value >= 1}
 
 
 def _list_groups(trainer: Any, config: Mapping[str, Any] | None) -> tuple[ParamGroup, ...]:

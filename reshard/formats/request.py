@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -29,12 +29,14 @@ class LiveTarget:
         config: the configuration of its engine, if it has one.
         groups: the param groups of its optimizer, if they are known.
         fsdp: the version of FSDP that wraps the model, if one does.
+        arguments: what HF Trainer would state of its arguments in ``trainer_state.json``.
     """
 
     shapes: ModelShapes | None
     config: Mapping[str, Any] | None = None
     groups: tuple[ParamGroup, ...] = ()
     fsdp: FsdpVersion | None = None
+    arguments: Mapping[str, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,6 +65,7 @@ class Request:
         live_groups: param groups of the live optimizer that loads the output; empty: those of the
             source.
         live_fsdp: version of FSDP in the running program that loads the output; None: unknown.
+        live_arguments: what the running HF Trainer that loads the output states of its arguments.
         tag: name of DeepSpeed's tag, if the program that loads the output looks for a certain one.
         program: writer of the library that keeps files of its own beside DeepSpeed's, if the output
             is to have them.
@@ -93,6 +96,7 @@ class Request:
     engine_config: Mapping[str, Any] | None = None
     live_groups: tuple[ParamGroup, ...] = ()
     live_fsdp: FsdpVersion | None = None
+    live_arguments: Mapping[str, int] = field(default_factory=dict)
     tag: str | None = None
     program: str | None = None
     own: Any = None

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import random
+import shutil
 
 import numpy as np
 import pytest
@@ -64,6 +65,7 @@ RESUMED = {  # name -> which run, ranks, how it is written, how the Trainer resu
     ),
 }
 OTHER_GROUPS = "deepspeed as ddp, without a file of groups"
+BARE = "deepspeed's own files as ddp"
 UNBROKEN = ("ddp at 2", "deepspeed at 2", "deepspeed at 2, as saved")  # nothing has changed
 SAME_GENERATORS = (*UNBROKEN, "ddp as fsdp2", "ddp as full", "deepspeed as ddp")
 
@@ -114,6 +116,9 @@ def live(saved, tmp_path_factory):
             options["param_groups"].write_text(json.dumps(TRAINERS))
         jobs[name] = (ranks, {**kind, "resume": saved[run][0], "live": options})
     jobs[OTHER_GROUPS] = (2, {**RUNS["ddp"], "resume": saved["deepspeed"][0], "live": {}})
+    bare = tmp_path_factory.mktemp("bare")
+    shutil.copytree(saved["deepspeed"][0] / "global_step3", bare / "global_step3")
+    jobs[BARE] = (2, {**RUNS["ddp"], "resume": bare / "global_step3", "live": {}})
     return JUDGE.run(tmp_path_factory.mktemp("live"), jobs)
 
 
@@ -134,6 +139,12 @@ def test_the_param_groups_of_the_trainer_need_no_file(live, saved):
     assert_resumed(seen, expected)
     assert [group["weight_decay"] for group in seen["groups"]] == [0.1, 0.1]
     assert seen["losses"][0] == pytest.approx(expected["losses"][0], rel=1e-6)
+
+
+def test_a_trainer_without_an_earlier_state_logs_as_its_arguments_say(live):
+    """The Trainer takes the interval from ``trainer_state.json``; the job needs every loss."""
+    assert isinstance(live[BARE], dict), live[BARE]
+    assert live[BARE]["step"] == worker.SAVED
 
 
 def assert_resumed(seen, expected):

@@ -106,6 +106,7 @@ def _open(
             engine_config=target.config,
             live_groups=target.groups,
             live_fsdp=target.fsdp,
+            live_arguments=target.arguments,
         )
     _check_destination(report_as, writer)
     conversion = StateConversion(

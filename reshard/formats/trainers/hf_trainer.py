@@ -101,7 +101,7 @@ def lay_out_extras(state: WritableState, request: Request) -> Iterator[Skeleton]
     if before:
         yield skeletons.lay_out_bytes(BATCH_BEFORE, format_json(before))
     if _needs_trainer_state(state):
-        text = format_json(_build_trainer_state(state))
+        text = format_json(_build_trainer_state(state, request))
         yield skeletons.lay_out_bytes("trainer_state.json", text)
 
 
@@ -129,18 +129,26 @@ def _get_scheduler(state: WritableState) -> Any:
     return find_scheduler(state.manifest.train)
 
 
-def _build_trainer_state(state: WritableState) -> dict[str, Any]:
+def _build_trainer_state(state: WritableState, request: Request) -> dict[str, Any]:
     """Build a ``trainer_state.json``; the Trainer continues from its step and intervals."""
     return {
         "epoch": 0,
         "global_step": state.step,
-        "logging_steps": _EVERY,
-        "eval_steps": _EVERY,
-        "save_steps": _EVERY,
-        BATCH: _find_micro_batch(state),
+        **_find_arguments(state, request),
         "log_history": [],
         # The Trainer saves the state of its control only over an earlier one.
         "stateful_callbacks": {"TrainerControl": {"args": {}, "attributes": {}}},
+    }
+
+
+def _find_arguments(state: WritableState, request: Request) -> dict[str, int]:
+    """Return the arguments in ``trainer_state.json``: those of the live Trainer, else defaults."""
+    return {
+        BATCH: _find_micro_batch(state),
+        "logging_steps": _EVERY,
+        "eval_steps": _EVERY,
+        "save_steps": _EVERY,
+        **request.live_arguments,
     }
 
 
@@ -196,8 +204,8 @@ def describe_derived(state: WritableState, request: Request) -> Iterator[str]:
             f" {state.scheduler_step} (the Trainer loads no optimizer without one)"
         )
     if _needs_trainer_state(state):
+        arguments = (f"{name} {value}" for name, value in _find_arguments(state, request).items())
         yield (
-            f"trainer_state.json is created: step {state.step}, {BATCH}"
-            f" {_find_micro_batch(state)}, and {_EVERY} steps between logs, evaluations and saves,"
-            " which the Trainer reads from it"
+            f"trainer_state.json is created: step {state.step}, {', '.join(arguments)}; the Trainer"
+            " takes the intervals from it, not from its arguments"
         )
