@@ -174,7 +174,7 @@ def _check_numbers(settings: Settings) -> None:
     if settings.grad_dtype not in {"fp32", settings.precision}:
         raise SettingsError(
             f"grad_dtype is {settings.grad_dtype} in a {settings.precision} run",
-            f"use --grad-dtype fp32 or {settings.precision}",
+            "use --grad-dtype " + " or ".join(dict.fromkeys(("fp32", settings.precision))),
         )
 
 
