@@ -1,6 +1,8 @@
-"""The files of a split for a program that already runs: computed when it reads them, never written.
+"""A checkpoint for a program that already runs: computed when it is read, never written.
 
-files              plan on one rank, the same files on all; the names in a directory
+dcp                a reader for torch.distributed.checkpoint, and what it fills
+files              the files of a split: plan on one rank, the same files on all; the names in a
+                   directory
 source             the source as it is, under the names of the live model
 names              the source's tensors under the names of the live model
 safe_load          a file of torch.save, with classes of known frameworks only; schedulers, counters

@@ -12,8 +12,8 @@ import torch
 from safetensors.torch import save_file
 
 from reshard import formats
-from reshard.dcp.objects import fill_model_state
 from reshard.errors import UnsupportedError
+from reshard.live.dcp.objects import fill_model_state
 from tests.judges import server
 
 pytest.importorskip("lightning")

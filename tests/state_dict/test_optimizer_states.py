@@ -12,8 +12,8 @@ import reshard
 from reshard import formats
 from reshard.commands.split.command import split
 from reshard.commands.split.options import SplitOptions
-from reshard.dcp import objects
 from reshard.errors import IncompleteError, UnsupportedError, UsageError
+from reshard.live.dcp import objects
 from reshard.model import shapes_of
 from tests.support.installed import TORCH_2_6
 

@@ -23,8 +23,8 @@ from torch.distributed.checkpoint.state_dict_loader import load
 
 from reshard.core.keys import remove_wrappers
 from reshard.core.manifest import BUFFER, WEIGHT_KINDS, Manifest
-from reshard.dcp.reader import StorageReader
 from reshard.errors import DifferentError, UnsupportedError
+from reshard.live.dcp.reader import StorageReader
 from reshard.training.state import build_unnamed_error
 from reshard.units import some
 

@@ -14,13 +14,13 @@ from reshard import formats, naming
 from reshard.checks.identity import Trust, check_identity
 from reshard.core.box import Box
 from reshard.core.manifest import Entry, Manifest
-from reshard.dcp.blocks import BlockRead, read, refuse_other_shape
-from reshard.dcp.target import Hyper, Keys, Resolved, State
-from reshard.dcp.values import PlainItems
 from reshard.errors import UnsupportedError, UsageError
 from reshard.formats import registry
 from reshard.formats.base import Source
 from reshard.formats.values import dequantise
+from reshard.live.dcp.blocks import BlockRead, read, refuse_other_shape
+from reshard.live.dcp.target import Hyper, Keys, Resolved, State
+from reshard.live.dcp.values import PlainItems
 from reshard.model import library
 from reshard.naming.options import NameOptions
 from reshard.naming.published import ModelConfig, choose_form, restore_memory_form

@@ -15,10 +15,10 @@ from reshard.core import dtypes
 from reshard.core.box import Box, Index, contiguous_cuts, flat_span
 from reshard.core.dtypes import DType
 from reshard.core.manifest import BUFFER, Entry
-from reshard.dcp.values import identify_memory
 from reshard.engine.move.fill import fill
 from reshard.engine.planning.copies import Copy, plan_block
 from reshard.errors import DifferentError
+from reshard.live.dcp.values import identify_memory
 from reshard.system.files import SourceFiles
 from reshard.tensors.lazy import view_bytes
 from reshard.units import counted

@@ -13,8 +13,8 @@ from torch.distributed.checkpoint import metadata as torch_metadata
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlanner, ReadItem
 
 from reshard.core.manifest import WEIGHT_KINDS, Entry, ParamGroup
-from reshard.dcp.target import STATE, STEP, Hyper, Keys, Resolved, Step, iterate_splits
 from reshard.errors import DifferentError, IncompleteError, UsageError
+from reshard.live.dcp.target import STATE, STEP, Hyper, Keys, Resolved, Step, iterate_splits
 from reshard.units import counted, some
 
 _NAMED = 5  # missing names spelled out in a message

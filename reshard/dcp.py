@@ -12,6 +12,6 @@ it passes the target's keys, so a key is resolved when the planner looks it up.
 
 from __future__ import annotations
 
-from reshard.dcp.reader import StorageReader as StorageReader
+from reshard.live.dcp.reader import StorageReader
 
 __all__ = ["StorageReader"]
