@@ -48,12 +48,14 @@ def rebalance_batch(manifest: Manifest, world_size: int) -> Rebalanced:
     run = trainer_run.read(manifest.train.trainer_state, origin.path)
     if run is not None and (problem := _find_problem_of_our_trainer(run, world_size)):
         return Rebalanced(manifest, [], [problem])
+    same = Rebalanced(manifest, [], [])
     if before == world_size:
-        return Rebalanced(manifest, [], [])
-    if isinstance(config, dict) and _states_batch(config):
-        return _rebalance_sequences(manifest, config, before, world_size)
+        return same
+    has_batch = isinstance(config, dict) and _states_batch(config)
     if run is not None:
-        return Rebalanced(manifest, [], [])
+        return _rebalance_our_trainer(manifest, run, world_size) if has_batch else same
+    if has_batch:
+        return _rebalance_sequences(manifest, config, before, world_size)
     progress = manifest.train.trainer_state
     if progress is not None and _is_count(progress.get(BATCH)):
         return _rebalance_hf_trainer(manifest, progress[BATCH], before, world_size)
@@ -113,9 +115,25 @@ def _describe_rule(before: int, ranks: int, *, is_stated: bool = True) -> str:
 
 
 def _find_problem_of_our_trainer(run: TrainerRun, ranks: int) -> str:
-    """Return why the trainer would refuse to resume on so many data-parallel ranks, else ""."""
+    """Return why the trainer would refuse to resume on so many data-parallel ranks, else "".
+
+    With its canonical reduction, some ranks may have no micro batch in the last round of a step.
+    """
+    if run.settings.get("reduction") == "canonical":
+        ranks = 1
     total, micro = (int(run.settings[name]) for name in ("global_batch", "micro_batch"))
     return describe_misfit(total, micro, ranks) if micro and total % (micro * ranks) else ""
+
+
+def _rebalance_our_trainer(manifest: Manifest, run: TrainerRun, world_size: int) -> Rebalanced:
+    """Return the run with DeepSpeed's configuration as the trainer itself would write it."""
+    total, micro = (run.settings[name] for name in ("global_batch", "micro_batch"))
+    config = manifest.train.config
+    before, steps = config.get(_STEPS, 1), -(-total // (max(1, micro) * world_size))
+    changed = {**config, _MICRO: micro, _STEPS: steps, _TOTAL: total}
+    note = f"{_STEPS} {before} -> {steps}: the global batch stays {total}"
+    train = replace(manifest.train, config=changed)
+    return Rebalanced(replace(manifest, train=train), [note] if steps != before else [], [])
 
 
 def _rebalance_sequences(

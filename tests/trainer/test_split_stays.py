@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import subprocess
 import sys
@@ -11,6 +12,8 @@ import pytest
 
 import reshard
 from tests.trainer import worlds
+from trainer.errors import SettingsError
+from trainer.resolve import resolve
 
 STEPS, END = 1, 2
 COMMON = {
@@ -96,6 +99,26 @@ def test_every_form_is_split_and_goes_on(halves, unbroken, tmp_path):
         else:
             assert ends[name].values() == pytest.approx(whole.values()[STEPS:], rel=NOISE), name
             assert ends[name].digest == ends[name.split()[0]].digest, name
+
+
+@pytest.mark.parametrize(("name", "fits"), [("zero3", True), ("fsdp2 full", False)])
+def test_a_batch_that_the_ranks_do_not_divide_is_told_where_the_trainer_refuses_it(
+    name, fits, halves, tmp_path
+):
+    report = reshard.split(halves[name], tmp_path / "out", world_size=5)
+    assert any("is not divisible by 5 ranks" in text for text in report.warnings) == (not fits)
+    refused = contextlib.nullcontext() if fits else pytest.raises(SettingsError, match="by 5 ranks")
+    with refused:
+        resolve({**COMMON, **RUNS[name]}, 5)
+
+
+def test_the_global_batch_of_a_run_with_idle_ranks_stays(tmp_path):
+    """On 4 ranks, the second round of the 6 micro batches of a step has only 2."""
+    run = job(tmp_path, "zero2", steps=STEPS)
+    worlds.train_on(4, [run])
+    report = reshard.split(run["save"], tmp_path / "out", world_size=1)
+    assert "gradient_accumulation_steps 2 -> 6: the global batch stays 6" in report.derived
+    assert not report.warnings
 
 
 @pytest.mark.parametrize("name", ["zero3", "flat local"])
