@@ -14,16 +14,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 from reshard import formats
-from reshard.core.manifest import ParamGroup
 from reshard.errors import UnsupportedError, UsageError
 from reshard.formats.request import LiveTarget
 from reshard.formats.target_options import FsdpVersion
-from reshard.live.files import name_groups
+from reshard.live.files import describe_program
 from reshard.live.patched_loads import open_directory
-from reshard.model import shapes_of
 
 _STATE_DICT_TYPES = {"FULL_STATE_DICT": "full", "SHARDED_STATE_DICT": "sharded"}
 
@@ -111,12 +110,6 @@ def _describe_program(accelerator: Any) -> LiveTarget:
         return LiveTarget(shapes=None, fsdp=fsdp)
     model = accelerator.unwrap_model(models[0])
     optimizers = accelerator._optimizers  # noqa: SLF001 - no public name
-    groups = list_groups(optimizers[0], model) if len(optimizers) == 1 else ()
-    return LiveTarget(shapes=shapes_of(model), groups=groups, fsdp=fsdp)
-
-
-def list_groups(optimizer: Any, model: Any) -> tuple[ParamGroup, ...]:
-    """Return the param groups of a live optimizer; empty if some parameter is not the model's."""
-    groups = optimizer.param_groups
-    names = {parameter: name for name, parameter in model.named_parameters()}
-    return name_groups(groups, [group["params"] for group in groups], names)
+    groups = optimizers[0].param_groups if len(optimizers) == 1 else []
+    target = describe_program(model, groups, [group["params"] for group in groups])
+    return replace(target, fsdp=fsdp)

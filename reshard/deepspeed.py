@@ -14,30 +14,28 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from reshard import formats
 from reshard.commands.split.options import SplitOptions
-from reshard.core.manifest import ParamGroup
 from reshard.engine.move.on_demand import OnDemandFiles
 from reshard.errors import ReshardError, UnsupportedError
-from reshard.formats.request import LiveTarget
 from reshard.live.files import (
     create_names,
+    describe_program,
     log_report,
-    name_groups,
     open_live_files,
     raise_on_all_ranks,
     read_options,
 )
 from reshard.live.safe_load import load_safely
 from reshard.live.swapped_optimizer import SCALE, load_unread, patch_swap_loading
-from reshard.model import shapes_of
 from reshard.system.attributes import replace_attributes
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Mapping, Sequence
 
 __all__ = ["load_checkpoint"]
 
@@ -90,8 +88,7 @@ def load_checkpoint(  # noqa: PLR0913 - the arguments of DeepSpeed's method
     weights_only = load_module_only and not leaves_optimizer
     choice = _choose_options(engine, options, tag=tag, weights_only=weights_only)
     config = engine._config._param_dict  # noqa: SLF001 - no public name
-    groups = _list_groups(engine)
-    target = LiveTarget(shapes=shapes_of(engine.module), config=config, groups=groups)
+    target = replace(describe_program(engine.module, *_list_groups(engine)), config=config)
     with open_live_files(load_dir, choice, target, workers=workers) as live:
         log_report(live.report)
         with ExitStack() as stack:
@@ -158,11 +155,13 @@ def _name_precision(engine: Any) -> str:
     return "fp16" if engine.fp16_enabled() else "fp32"
 
 
-def _list_groups(engine: Any) -> tuple[ParamGroup, ...]:
-    """Return the param groups of an engine's optimizer, in the order of its flat partitions.
+def _list_groups(
+    engine: Any,
+) -> tuple[Sequence[Mapping[str, Any]], Sequence[Sequence[Any]]]:
+    """Return the param groups of an engine's optimizer, and their parameters.
 
-    The result is empty for an engine with experts or with model-parallel ranks, whose optimizer
-    divides the groups itself.
+    The parameters are in the order of the flat partitions. Both are empty for an engine with
+    experts or with model-parallel ranks, whose optimizer divides the groups itself.
 
     Source: DeepSpeed 0.19.8 ``runtime/engine.py`` (``param_names``), ``zero/stage_1_and_2.py``
     (``bit16_groups``), ``zero/stage3.py`` (``fp16_groups``, of which each is a sub-group),
@@ -171,7 +170,7 @@ def _list_groups(engine: Any) -> tuple[ParamGroup, ...]:
     optimizer = engine.optimizer
     live = getattr(optimizer, "param_groups", None)
     if not live or engine.has_moe_layers or engine.mp_world_size > 1:
-        return ()
+        return [], []
     params: list[list[Any]] = [group["params"] for group in live]
     for name in ("bit16_groups", "bf16_groups", "fp16_groups"):
         params = getattr(optimizer, name, params)
@@ -180,7 +179,7 @@ def _list_groups(engine: Any) -> tuple[ParamGroup, ...]:
         for number, members in enumerate(params):
             of_groups[optimizer.sub_group_to_group_id[number]] += members
         params = of_groups
-    return name_groups(live, params, engine.param_names)
+    return live, params
 
 
 class _MemoryEngine:

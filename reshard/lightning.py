@@ -24,8 +24,8 @@ from reshard import formats
 from reshard.commands.output_options import ValueOptions
 from reshard.core.manifest import Manifest
 from reshard.errors import UnsupportedError, UsageError
+from reshard.live.files import describe_model
 from reshard.live.source import read_for_model
-from reshard.model import shapes_of
 from reshard.system.attributes import replace_attributes
 from reshard.training import schedules
 from reshard.training.state import find_clip
@@ -146,9 +146,14 @@ class _StrategyLoader:
         module = self._trainer.lightning_module
         parameters = [name for name, _ in module.named_parameters()]
         buffers = [name for name, _ in module.named_buffers()]
-        # Strategies that restore after the setup have cut the parameters by then.
-        is_whole = not self._trainer.strategy.restore_checkpoint_after_setup
-        live = shapes_of(module) if is_whole else None
+        members = [
+            group["params"]
+            for optimizer in self._trainer.optimizers
+            for group in optimizer.param_groups
+        ]
+        live = (
+            describe_model(module, members) if _has_whole_shapes(self._trainer.strategy) else None
+        )
         return read_for_model(self._source, parameters, buffers, options, live)
 
     def _load_model(self, *, strict: bool) -> None:
@@ -168,7 +173,20 @@ class _StrategyLoader:
                 f"has {len(optimizers)} optimizers, but reshard loads the state of one",
                 "load such a checkpoint with Lightning, at the number of ranks that saved it",
             )
-        load_optimizer(self._trainer.strategy.model, optimizers[0], self._manifest)
+        if self._manifest.unnamed is not None:
+            # Before the optimizer existed, its param groups could not tell which numbers are whose.
+            self._manifest = self._read()
+        for warning in load_optimizer(self._trainer.strategy.model, optimizers[0], self._manifest):
+            if self._trainer.is_global_zero:
+                _logger.warning("%s", warning)
+
+
+def _has_whole_shapes(strategy: Any) -> bool:
+    """Return whether the module's parameters have their own shapes while a checkpoint is loaded.
+
+    FSDP 1 and DeepSpeed have cut them by then. The DTensors of ModelParallel have them.
+    """
+    return not (hasattr(strategy, "deepspeed_engine") or hasattr(strategy, "sharding_strategy"))
 
 
 def _refuse_average(trainer: Any) -> None:

@@ -12,18 +12,16 @@ DDP, FSDP 1 and 2, DeepSpeed), at any number of ranks.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 from reshard import formats
-from reshard.accelerate import choose_state_dict_type, find_fsdp_version, list_groups
-from reshard.core.manifest import ParamGroup
+from reshard.accelerate import choose_state_dict_type, find_fsdp_version
 from reshard.errors import UnsupportedError
-from reshard.formats.request import LiveTarget
-from reshard.live.files import name_groups
+from reshard.live.files import describe_program
 from reshard.live.patched_loads import open_directory
-from reshard.model import shapes_of
 
 __all__ = ["open_checkpoint"]
 
@@ -58,11 +56,9 @@ def open_checkpoint(
             " adapters at any number of ranks",
         )
     decided, config = _describe_strategy(trainer)
-    groups = _list_groups(trainer, config)
-    target = LiveTarget(
-        shapes=shapes_of(trainer.model),
+    target = replace(
+        describe_program(trainer.model, *_list_groups(trainer, config)),
         config=config,
-        groups=groups,
         fsdp=find_fsdp_version(trainer.accelerator.state),
         arguments=_list_arguments(trainer.args),
     )
@@ -84,8 +80,12 @@ def _list_arguments(arguments: Any) -> dict[str, int]:
     return {name: int(value) for name, value in given.items() if value is not None and value >= 1}
 
 
-def _list_groups(trainer: Any, config: Mapping[str, Any] | None) -> tuple[ParamGroup, ...]:
-    """Return the param groups that the Trainer's optimizer has or will have; empty if unknown.
+def _list_groups(
+    trainer: Any, config: Mapping[str, Any] | None
+) -> tuple[Sequence[Mapping[str, Any]], Sequence[Sequence[Any]]]:
+    """Return the param groups that the Trainer's optimizer has or will have, and their parameters.
+
+    Both are empty if they are not known.
 
     Source: transformers 5.23 ``trainer.py`` (``create_optimizer``) and
     ``integrations/deepspeed.py`` (``deepspeed_optim_sched``: one group, if the configuration has an
@@ -94,19 +94,20 @@ def _list_groups(trainer: Any, config: Mapping[str, Any] | None) -> tuple[ParamG
     from transformers import Trainer
 
     if trainer.optimizer is not None:
-        return list_groups(trainer.optimizer, trainer.model)
-    names = {parameter: name for name, parameter in trainer.model.named_parameters()}
+        groups = trainer.optimizer.param_groups
+        return groups, [group["params"] for group in groups]
+    named = trainer.model.named_parameters()
+    names = {parameter: name for name, parameter in named if parameter.requires_grad}
     if config is not None and "optimizer" in config:
-        return name_groups([{}], [list(names)], names)
+        return [{}], [list(names)]
     is_default = type(trainer).create_optimizer is Trainer.create_optimizer
     if not is_default or trainer.optimizer_cls_and_kwargs is not None:
-        return ()
+        return [], []
     decaying = set(trainer.get_decay_parameter_names(trainer.model))
     members = [
         [p for p, name in names.items() if (name in decaying) is kind] for kind in (True, False)
     ]
-    rates = ({"weight_decay": rate} for rate in (trainer.args.weight_decay, 0.0))
-    return name_groups(list(rates), members, names)
+    return [{"weight_decay": rate} for rate in (trainer.args.weight_decay, 0.0)], members
 
 
 def _describe_strategy(trainer: Any) -> tuple[dict[str, Any], dict[str, Any] | None]:

@@ -11,7 +11,7 @@ import os
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -28,6 +28,7 @@ from reshard.engine.planning.planner import Plan
 from reshard.errors import ReshardError, UsageError
 from reshard.formats.request import LiveTarget
 from reshard.live.names import use_live_names
+from reshard.model import ModelShapes, shapes_of
 from reshard.system.files import SourceFiles
 from reshard.system.threads import count_cores
 
@@ -111,7 +112,32 @@ def read_options(given: Mapping[str, Any], decided: Mapping[str, Any]) -> dict[s
     return {**decided, **given}
 
 
-def name_groups(
+def describe_program(
+    module: Any, groups: Sequence[Mapping[str, Any]], params: Sequence[Sequence[Any]]
+) -> LiveTarget:
+    """Return what a program states about its model and its optimizer.
+
+    Args:
+        groups: the hyperparameters of each param group of the optimizer.
+        params: the parameters of each. If one is not the module's, nothing is stated about them.
+    """
+    names = {parameter: name for name, parameter in module.named_parameters()}
+    named = _name_groups(groups, params, names)
+    return LiveTarget(shapes=describe_model(module, params), groups=named)
+
+
+def describe_model(module: Any, params: Sequence[Sequence[Any]]) -> ModelShapes:
+    """Return the shapes of a live model, and the names of the parameters in each param group."""
+    shapes = shapes_of(module)
+    names = {parameter: name for name, parameter in module.named_parameters()}
+    if not all(each in names for members in params for each in members):
+        return shapes
+    return replace(
+        shapes, members=tuple(tuple(names[each] for each in members) for members in params)
+    )
+
+
+def _name_groups(
     live: Sequence[Mapping[str, Any]],
     params: Sequence[Sequence[Any]],
     names: Mapping[Any, str],

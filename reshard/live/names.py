@@ -42,6 +42,13 @@ def use_live_names(
     return _mark_buffers(named, buffers), prefix
 
 
+def fits_live_names(manifest: Manifest, parameters: Collection[str]) -> bool:
+    """Return whether a state has all parameters of a live model, at most with another prefix."""
+    named, _ = _change_prefix(manifest, parameters)
+    live = set(strip_wrappers(parameters, WITHOUT_DDP).values())
+    return live <= _list_names(edit(named, Edits()).manifest)
+
+
 def _change_prefix(manifest: Manifest, fqns: Collection[str]) -> tuple[Manifest, Prefix | None]:
     """Return a state with the prefix that the names of a live model have, and the prefix.
 

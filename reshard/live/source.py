@@ -11,8 +11,9 @@ from reshard.commands.output_options import ValueOptions
 from reshard.commands.reading import read_trusted
 from reshard.core.manifest import Manifest
 from reshard.live.files import compute_on_first_rank
-from reshard.live.names import use_live_names
+from reshard.live.names import fits_live_names, use_live_names
 from reshard.model import ModelShapes
+from reshard.naming.published import restore_memory_form
 
 _logger = logging.getLogger("reshard")
 
@@ -42,6 +43,8 @@ def read_for_model(
         manifest = read_trusted(formats.as_paths(source), options, live)
         check_identity(manifest, options.trust)
         _logger.info("loading %s without a copy on a disk", manifest.origin.path)
+        if not fits_live_names(manifest, parameters):
+            manifest = restore_memory_form(manifest, may_be_former=True) or manifest
         manifest, prefix = use_live_names(manifest, parameters, buffers)
         if prefix is not None:
             _logger.info("%s", prefix)

@@ -62,6 +62,7 @@ class ModelShapes:
         layer_norms: every name of the parameters of ``nn.LayerNorm``.
         frozen: the parameters that need no gradient.
         names: every name of the parameters, in the order of the modules.
+        members: the parameters of each param group of a live optimizer; empty if there is none.
         is_converted: whether transformers may hold the model in another form than its files do.
         trace: returns the form of the model in files, which other tools read; None if it is not of
             transformers.
@@ -77,6 +78,7 @@ class ModelShapes:
     layer_norms: frozenset[str] = frozenset()
     frozen: frozenset[str] = frozenset()
     names: tuple[str, ...] = ()
+    members: tuple[tuple[str, ...], ...] = ()
     is_converted: bool = False
     trace: Callable[[], Published | None] = field(default=_find_nothing, compare=False, repr=False)
 
@@ -108,6 +110,7 @@ class ModelShapes:
             layer_norms=frozenset(map(name, self.layer_norms)),
             frozen=frozenset(map(name, self.frozen)),
             names=tuple(map(name, self.names)),
+            members=tuple(tuple(map(name, group)) for group in self.members),
         )
 
 

@@ -8,7 +8,7 @@ on the Hub has the published ones.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -128,8 +128,12 @@ def choose_form(manifest: Manifest, config: ModelConfig | None, names: Names | N
         return ChosenForm(manifest, warnings=(note,), is_other_model=isinstance(error, UsageError))
 
 
-def restore_memory_form(manifest: Manifest) -> Manifest | None:
+def restore_memory_form(manifest: Manifest, *, may_be_former: bool = False) -> Manifest | None:
     """Return a published model as a live model has it in memory, by the config beside its files.
+
+    Args:
+        may_be_former: whether to compare also the names of a model that transformers does not
+            convert: they may be those of a former release of transformers.
 
     Returns:
         None if the files are of another kind, or nothing states the model.
@@ -140,15 +144,20 @@ def restore_memory_form(manifest: Manifest) -> Manifest | None:
         return None
     path = find_config(manifest)
     content = read_json_object(path) if path else None
-    if path is None or content is None or not library.may_be_converted(content):
+    if path is None or content is None:
+        return None
+    if not (may_be_former or library.may_be_converted(content)):
         return None
     try:
         published = ModelConfig(content, path.parent).trace(manifest)
         if published is None or not published.fits(manifest):
             return None
-        return published.restore_memory_form(manifest)
+        restored = published.restore_memory_form(manifest)
     except (UsageError, UnsupportedError):  # other weights, or a model that transformers lacks
         return None
+    stored = {entry.fqn for entry in restored.of_kind(*WEIGHT_KINDS)}
+    shared = {alias: kept for alias, kept in published.aliases.items() if alias not in stored}
+    return replace(restored, tied={**shared, **restored.tied})
 
 
 def _may_differ(manifest: Manifest, config: Mapping[str, Any]) -> bool:

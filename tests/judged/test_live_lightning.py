@@ -35,6 +35,8 @@ STRATEGIES = {
 }
 SAVES = ("ddp", "fsdp_full", "fsdp_sharded", "fsdp2", "z2")
 ENGINE, ACCELERATED = "engine", "accelerate"  # which save without Lightning
+ODD = "odd"  # saved by a DDP run of `lightning_worker.OddModule`
+RESUMED_ODD = (("one", 1), ("ddp", 4), ("fsdp2", 2))
 RESUMED = (  # what saved, what resumes, at how many ranks
     ("ddp", "fsdp2", 4),
     ("fsdp_full", "fsdp_sharded", 4),  # where a rank has no part of some parameters
@@ -55,6 +57,7 @@ def saved(tmp_path_factory):
     """Return the path of each save, and what its run held and lost."""
     place = tmp_path_factory.mktemp("saved")
     jobs = {name: (2, STRATEGIES[name]) for name in SAVES}
+    jobs[ODD] = (2, {**STRATEGIES["ddp"], "odd": True})
     found = LIGHTNING.run(place, {**jobs, ENGINE: (2, {"engine": True, "stage": 1})})
     found |= ACCELERATE.run(place, {ACCELERATED: (2, {"version": 2, "type": "SHARDED"})})
     for name, seen in found.items():
@@ -73,6 +76,8 @@ def resumed(saved, tmp_path_factory):
         )
         for source, name, ranks in RESUMED
     }
+    odd = {"odd": True, "resume": saved[ODD][0], "live": {}}
+    jobs |= {f"{ODD}-{name}": (ranks, {**STRATEGIES[name], **odd}) for name, ranks in RESUMED_ODD}
     return LIGHTNING.run(tmp_path_factory.mktemp("resumed"), jobs)
 
 
@@ -100,6 +105,14 @@ def test_callbacks_and_hooks_get_their_values_from_lightning_alone(source, name,
     is_own = source not in (ENGINE, ACCELERATED)
     assert got["own"] == ({"tokens": 96} if is_own else {})
     assert got["count"] == steps + (SAVED if is_own else 0)
+
+
+@pytest.mark.parametrize(("name", "ranks"), RESUMED_ODD)
+def test_the_live_param_groups_tell_which_numbers_are_whose(name, ranks, saved, resumed):
+    got, wanted = resumed[f"{ODD}-{name}"], saved[ODD][1]
+    assert isinstance(got, dict), got
+    assert got["losses"] == pytest.approx(wanted["losses"][SAVED:], abs=NOISE)
+    assert (got["rates"], got["idle"]) == (wanted["rates"], ["idle.weight"])
 
 
 def name_in_module(tensors):

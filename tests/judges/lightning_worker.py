@@ -72,6 +72,26 @@ class Module(library_lightning.Module):
         self.seen = checkpoint.get("own", {})
 
 
+class OddModule(Module):
+    """A module with a part that no batch uses, and param groups that no rule tells apart."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.idle = torch.nn.Linear(16, 16, bias=False)
+
+    def configure_optimizers(self) -> Any:
+        """Return an SGD, whose momentum begins with the first update, with an empty group."""
+        parameters = list(self.parameters())
+        groups: list[dict[str, Any]] = [
+            {"params": parameters[1::2], "lr": 0.1},
+            {"params": parameters[::2], "lr": 0.05},
+            {"params": [], "lr": 0.01},
+        ]
+        optimizer = torch.optim.SGD(groups, momentum=0.9)
+        schedule = torch.optim.lr_scheduler.StepLR(optimizer, 2, gamma=0.5)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
+
+
 class Tell(Callback):
     """Saves after ``SAVED`` steps, and keeps what the live objects hold then or after a resume."""
 
@@ -102,6 +122,9 @@ class Tell(Callback):
 
     def _look(self, trainer: Trainer) -> None:
         (schedule,) = trainer.lr_scheduler_configs
+        if self.job.told.get("odd"):
+            self.held = look_at_groups(trainer)
+            return
         self.held = look(trainer, schedule.scheduler)
 
 
@@ -122,6 +145,16 @@ def look(trainer: Trainer, scheduler: Any) -> dict[str, Any]:
         held = library_state.read_state(fresh, strategy.model, trainer.optimizers[0])
     counters = {"last_epoch": scheduler.last_epoch, "lr": scheduler.optimizer.param_groups[0]["lr"]}
     return {**held, **counters, "step": trainer.global_step, "epoch": trainer.current_epoch}
+
+
+def look_at_groups(trainer: Trainer) -> dict[str, Any]:
+    """Return the rates of the live optimizer, and the parameters that it has no state of."""
+    (optimizer,) = trainer.optimizers
+    names = {each: name for name, each in trainer.lightning_module.named_parameters()}
+    return {
+        "rates": [group["lr"] for group in optimizer.param_groups],
+        "idle": sorted(name for each, name in names.items() if not optimizer.state.get(each)),
+    }
 
 
 def train_deepspeed(job: ranks.Job, rank: int) -> dict[str, Any]:
@@ -173,12 +206,13 @@ def train_lightning(job: ranks.Job, rank: int) -> dict[str, Any]:
     told = job.told
     if told["strategy"] != "auto":
         ranks.join_group(job, rank)
-    module, tell = Module(), Tell(job)
+    module, tell = OddModule() if told.get("odd") else Module(), Tell(job)
     module.by_unit = told["strategy"] == "model_parallel"
     case: Any = SimpleNamespace(how=told, world=job.world)
     strategy = library_lightning._strategy(case)
     if strategy == "ddp":
-        strategy = DDPStrategy(process_group_backend="gloo")
+        unused = bool(told.get("odd"))
+        strategy = DDPStrategy(process_group_backend="gloo", find_unused_parameters=unused)
     trainer = Trainer(
         accelerator="cpu",
         devices=job.world,

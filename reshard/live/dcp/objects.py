@@ -7,7 +7,8 @@ Under FSDP 1 and 2, DDP, tensor parallelism and in one process torch's own
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -22,9 +23,10 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.checkpoint.state_dict_loader import load
 
 from reshard.core.keys import remove_wrappers
-from reshard.core.manifest import BUFFER, WEIGHT_KINDS, Manifest
+from reshard.core.manifest import BUFFER, WEIGHT_KINDS, Manifest, ParamGroup
 from reshard.errors import DifferentError, UnsupportedError
 from reshard.live.dcp.reader import StorageReader
+from reshard.live.dcp.target import GROUPS, STATE, State
 from reshard.training.state import build_unnamed_error
 from reshard.units import some
 
@@ -78,15 +80,102 @@ def fill_model_state(state: dict[str, Any], manifest: Manifest, *, strict: bool 
 
 def load_optimizer(
     model: torch.nn.Module, optimizer: torch.optim.Optimizer, manifest: Manifest
-) -> None:
+) -> list[str]:
     """Fill the state and the param groups of the optimizer of a model.
+
+    Returns:
+        Warnings about hyperparameters that the optimizer cannot take.
 
     Raises:
         ReshardError: the checkpoint lacks a value, or has other param groups.
     """
-    state = get_optimizer_state_dict(model, optimizer, options=_BY_PARAMETER)
-    fill_optimizer_state(state, manifest)
-    set_optimizer_state_dict(model, optimizer, state, options=_BY_PARAMETER)
+    names = {each: remove_wrappers(name) for name, each in model.named_parameters()}
+    with _hide_empty_groups(optimizer, manifest.train.param_groups):
+        state = get_optimizer_state_dict(model, optimizer, options=_BY_PARAMETER)
+        fresh = _list_fresh(state, State(manifest))
+        own = {key: state.pop(key) for keys in fresh.values() for key in keys}
+        live = dict(state)
+        fill_optimizer_state(state, manifest)
+        groups = [[names.get(each, "") for each in g["params"]] for g in optimizer.param_groups]
+        warnings = _keep_mixed_hyper(state, live, groups)
+        set_optimizer_state_dict(model, optimizer, state | own, options=_BY_PARAMETER)
+    for parameter, name in names.items():
+        if name in fresh:
+            optimizer.state.pop(parameter, None)
+    return warnings
+
+
+def _list_fresh(state: Mapping[str, Any], stored: State) -> dict[str, list[str]]:
+    """Return the parameters that the source has never stepped, each with its keys in a state dict.
+
+    torch gives every parameter a state before it returns a state dict of the optimizer.
+    """
+    keys: dict[str, list[str]] = {}
+    for key in state:
+        part, _, rest = key.partition(".")
+        owner = rest.rpartition(".")[0]
+        if part == STATE and stored.resolve_fqn(owner) in stored.group_of:
+            keys.setdefault(owner, []).append(key)
+    return {
+        remove_wrappers(owner): slots
+        for owner, slots in keys.items()
+        if stored.slots and not any(map(stored.find_optimizer_value, slots))
+    }
+
+
+def _keep_mixed_hyper(
+    state: dict[str, Any], live: Mapping[str, Any], groups: Sequence[Sequence[str]]
+) -> list[str]:
+    """Keep a live group's hyperparameters that differ in the source; return a warning for each.
+
+    torch would give all parameters of the group the value of the first one.
+
+    Args:
+        state: a flat state dict with the values of the source.
+        live: the same keys with the values of the live optimizer.
+        groups: the parameters of each live group, without wrappers.
+    """
+    keys: dict[str, dict[str, str]] = {}
+    for key in state:
+        part, _, rest = key.partition(".")
+        owner, _, name = rest.rpartition(".")
+        if part == GROUPS:
+            keys.setdefault(remove_wrappers(owner), {})[name] = key
+    warnings = []
+    for fqns in groups:
+        members = [keys[fqn] for fqn in fqns if fqn in keys]
+        for name in members[0] if members else ():
+            same = [each[name] for each in members]
+            if any(state[key] != state[same[0]] for key in same):
+                state.update((key, live[key]) for key in same)
+                warnings.append(
+                    f"the parameters in the param group of {fqns[0]!r} have several values of"
+                    f" {name} in the source: the group keeps its own, {live[same[0]]}"
+                )
+    return warnings
+
+
+@contextmanager
+def _hide_empty_groups(
+    optimizer: torch.optim.Optimizer, stored: Sequence[ParamGroup]
+) -> Iterator[None]:
+    """Take the param groups without parameters out of an optimizer, within this block.
+
+    torch's flat state dicts name a group by its first parameter (torch 2.13
+    ``distributed/checkpoint/state_dict.py``, ``_unflatten_optim_state_dict``). An empty group takes
+    the hyperparameters of the source's group if that is empty, too.
+    """
+    groups = optimizer.param_groups
+    if len(stored) == len(groups):
+        for group, source in zip(groups, stored, strict=True):
+            if not group["params"] and not source.fqns:
+                group.update({k: v for k, v in source.hyper.items() if k in group})
+    optimizer.param_groups = [group for group in groups if group["params"]]
+    try:
+        yield
+    finally:
+        loaded = iter(optimizer.param_groups)  # torch has replaced the list
+        optimizer.param_groups = [next(loaded) if group["params"] else group for group in groups]
 
 
 def fill_optimizer_state(state: dict[str, Any], manifest: Manifest) -> None:

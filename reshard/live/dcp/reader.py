@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from functools import cache
 from typing import Any
 
 from torch.distributed.checkpoint import metadata as torch_metadata
@@ -77,8 +78,8 @@ class StorageReader(storage.StorageReader):
         in_memory = _find_live_form(source)
         self._state = State(in_memory or source)
         # A target may also have the names of the files: the published ones, or Megatron's.
-        self._other = State(source) if in_memory is not None else None
-        self._keys = Keys(self._state, *self._prefixes, other=self._other)
+        self._find_other = cache(lambda: _find_other_names(source, in_memory))
+        self._keys = Keys(self._state, self._find_other, *self._prefixes)
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         """Open another checkpoint if ``checkpoint_id`` names one."""
@@ -93,7 +94,7 @@ class StorageReader(storage.StorageReader):
     def read_metadata(self, *_args: Any, **_kwargs: Any) -> torch_metadata.Metadata:
         """Return metadata whose keys are resolved when the planner looks them up."""
         # Another load may pass a state dict with other prefixes.
-        self._keys = Keys(self._state, *self._prefixes, other=self._other)
+        self._keys = Keys(self._state, self._find_other, *self._prefixes)
         return torch_metadata.Metadata(self._keys, planner_data=self._keys.paths)
 
     def set_up_storage_reader(
@@ -174,6 +175,20 @@ def _find_live_form(manifest: Manifest) -> Manifest | None:
         return _rename(manifest, source)
     except (UsageError, UnsupportedError):  # no family fits, or transformers cannot build the model
         return None
+
+
+def _find_other_names(source: Manifest, in_memory: Manifest | None) -> State | None:
+    """Return the training state under other names, for a key that its usual names lack.
+
+    Args:
+        in_memory: the source in the form that has the usual names; None if it is the source.
+    """
+    if in_memory is not None:
+        return State(source)
+    if registry.describe_source(source).names.of_own_models:
+        return None
+    usual = restore_memory_form(source, may_be_former=True)
+    return None if usual is None else State(usual)
 
 
 def _rename(manifest: Manifest, source: Source) -> Manifest | None:

@@ -123,9 +123,10 @@ class Keys(dict[str, torch_metadata.STORAGE_TYPES]):
 
     Args:
         state: the values of the checkpoint.
+        find_other: returns the values under other names, if there are any. It is called for keys
+            that ``state`` lacks.
         model: the prefix of the weights' keys; None to find it.
         optimizer: the prefix of the optimizer's keys; None to find it.
-        other: the values under other names, for keys that ``state`` lacks.
 
     Iteration yields the keys under the given prefixes, or under ``model`` and ``optim``. A lookup
     of a key that the checkpoint lacks returns metadata without bytes. Only the later read decides
@@ -133,11 +134,15 @@ class Keys(dict[str, torch_metadata.STORAGE_TYPES]):
     """
 
     def __init__(
-        self, state: State, model: str | None, optimizer: str | None, other: State | None
+        self,
+        state: State,
+        find_other: Callable[[], State | None],
+        model: str | None,
+        optimizer: str | None,
     ) -> None:
         super().__init__()
         self.state = state
-        self._states = [state] if other is None else [state, other]
+        self._find_other = find_other
         self.given_prefixes = {"model": model, "optimizer": optimizer}
         self.prefixes: dict[str, str] = {}
         self.resolved: dict[str, Resolved] = {}
@@ -185,9 +190,12 @@ class Keys(dict[str, torch_metadata.STORAGE_TYPES]):
         return Missing()
 
     def _iterate_readings(self) -> Iterator[tuple[str, Find, tuple[str, ...]]]:
-        for state in self._states:
-            yield "model", state.find_weight, MODEL_NAMES
-            yield "optimizer", state.find_optimizer_value, OPTIMIZER_NAMES
+        yield "model", self.state.find_weight, MODEL_NAMES
+        yield "optimizer", self.state.find_optimizer_value, OPTIMIZER_NAMES
+        other = self._find_other()
+        if other is not None:
+            yield "model", other.find_weight, MODEL_NAMES
+            yield "optimizer", other.find_optimizer_value, OPTIMIZER_NAMES
 
     def _may_be(self, prefix: str, option: str, names: tuple[str, ...]) -> bool:
         given = self.given_prefixes[option]

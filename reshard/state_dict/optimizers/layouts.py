@@ -39,7 +39,8 @@ class KnownParameters:
 
     Args:
         shapes: in model order; buffers may be among them.
-        divisions: ways in which the training program may have divided the parameters into groups.
+        divisions: ways in which HF Trainer may have divided the parameters into groups by decay.
+        members: the parameters of each group of the program's live optimizer; empty if unknown.
         model: the description of the model that the shapes are from; empty if a file has them.
         ignored: parameters that FSDP 1 did not shard: every rank has their whole state.
         frozen: parameters that have no state.
@@ -52,10 +53,15 @@ class KnownParameters:
     world: int = 1
     ordered: bool = True
     divisions: Sequence[Sequence[Sequence[str]]] = ()
+    members: Sequence[Sequence[str]] = ()
     model: str = ""
     ignored: frozenset[str] = frozenset()
     frozen: frozenset[str] = frozenset()
     blocks: Mapping[str, frozenset[Box]] = field(default_factory=dict)
+
+    def list_divisions(self) -> list[Sequence[Sequence[str]]]:
+        """Return the known ways to divide the parameters into groups."""
+        return [*self.divisions, *([self.members] if self.members else [])]
 
 
 def infer_shape(slots: Slots) -> Index | None:
@@ -292,10 +298,10 @@ def identify_layout(
             reason = reason or error
             continue
         if any(None in fqns for fqns in named):
-            named = name_divided(candidates, signs, known.divisions) or named
+            named = name_divided(candidates, signs, known.list_divisions()) or named
         return layout, _pair_owners(members, named)
     signs = [[layouts[0].sign(state.get(key, {})) for key in keys] for keys in members]
-    divided = name_divided(layouts[0].list_candidates(), signs, known.divisions)
+    divided = name_divided(layouts[0].list_candidates(), signs, known.list_divisions())
     if divided is not None:
         return layouts[0], _pair_owners(members, divided)
     raise reason or AmbiguousError(list(known.shapes))

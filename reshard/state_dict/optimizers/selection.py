@@ -45,7 +45,8 @@ def select_optimizers(
     known = KnownParameters({}, units, parsed.world, ordered=parsed.ordered, ignored=ignored)
     if model is not None:
         divisions = divide_parameters(model) if by_trainer else ()
-        known = replace(known, ordered=True, model=model.source, divisions=divisions)
+        known = replace(known, ordered=True, model=model.source)
+        known = replace(known, divisions=divisions, members=model.members)
     for path, value in parts.optimizers.items():
         optimizer = ParsedOptimizer()
         count = states.count_parameters(value)
