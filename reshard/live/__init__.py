@@ -1,8 +1,8 @@
 """A checkpoint for a program that already runs: computed when it is read, never written.
 
 dcp                a reader for torch.distributed.checkpoint, and what it fills
-files              the files of a split: plan on one rank, the same files on all; the names in a
-                   directory
+files              the files of a split: plan on one rank, the same files on all; a directory of
+                   their names
 source             the source as it is, under the names of the live model
 names              the source's tensors under the names of the live model
 safe_load          a file of torch.save, with classes of known frameworks only; schedulers, counters
