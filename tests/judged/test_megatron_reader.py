@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import shutil
+
 import pytest
 import torch
 
@@ -54,6 +56,43 @@ def test_every_tensor_is_megatron_s_own(megatron_case, case, form):
         grouped = {fqn for group in manifest.train.param_groups for fqn in group.fqns}
         assert grouped == set(weights) - manifest.frozen
         assert set(manifest.train.optimizer_step.values()) == set(expected["steps"].values())
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning")
+@pytest.mark.parametrize(
+    ("case", "form", "lacking"),
+    [
+        ("llama_tp2pp2vpp2", "torch", None),
+        ("mixtral_ep2", "torch", None),
+        ("mixtral_pp2ep2", "torch", None),
+        ("mixtral_grouped_ep2", "torch", None),
+        ("llama_distopt_tp2dp2", "torch", "swiglu"),
+        ("llama_distopt_tp2dp2", "torch_dist", "swiglu"),
+    ],
+)
+def test_folders_and_shapes_show_what_no_argument_states(
+    megatron_case, tmp_path, case, form, lacking
+):
+    """Programs that call Megatron-core themselves save few arguments, or none."""
+    folder = megatron_case(case)
+    run = shutil.copytree(folder / form, tmp_path / "run")
+    for path in [*run.rglob("model_optim_rng.pt"), *run.rglob("common.pt")]:
+        state = torch.load(path, weights_only=False)
+        if lacking:
+            delattr(state["args"], lacking)
+        else:
+            del state["args"]
+        torch.save(state, path)
+    expected = read_expected(folder)
+    with reshard.open(run) as checkpoint:
+        for name, tensor in separate(expected["params"]).items():
+            assert torch.equal(stored(checkpoint, "param", name), tensor), name
+        moments = {name: held["exp_avg"] for name, held in expected["optimizer"].items()}
+        for name, tensor in separate(moments).items():
+            assert torch.equal(stored(checkpoint, "exp_avg", name), tensor), name
+    if lacking:
+        reshard.split(run, tmp_path / "out", to="megatron", tp=1)
+        assert not reshard.diff(tmp_path / "out", run).unequal
 
 
 def stored(checkpoint, kind, name):

@@ -3,6 +3,7 @@
     format      the format as one object: how it is found, read and written
     directory   where checkpoints are, and which rank each folder is of
     arguments   the run's command line: sizes, the pipeline's layout
+    inferred    the grid, gates and experts that no argument states, as folders and shapes show them
     run_config  the arguments of a run of Megatron-Bridge
     verl        what verl saves beside torch_dist, and its three directories as one
     names       local, global and stacked names

@@ -44,6 +44,7 @@ from reshard.formats.megatron import (
     arguments,
     directory,
     grid,
+    inferred,
     names,
     rank_states,
     run_config,
@@ -101,6 +102,8 @@ def read(location: Location, table: Table) -> Manifest:
     copies = [entry for entry in weights if entry.fqn in second]
     # The optimizer's groups are filled in the order of ``named_parameters``, which DCP keys lack.
     whole = index_entries(grid.sort_entries(e for e in weights if e.fqn not in second))
+    if args.values:
+        args = inferred.infer_model(args, {entry.fqn: entry.shape for entry in whole.values()})
     slots = [replace(e, fqn=second.get(e.fqn, e.fqn)) for e in _read_slots(keys, stored)]
     named = {slot.fqn for slot in slots}
     buffers = dist_flat.FlatBuffers(stored, objects, whole, args, table, str(location), named)
@@ -128,7 +131,7 @@ def read(location: Location, table: Table) -> Manifest:
         },
         train=train.make_train_state(
             {**common, rank_states.RNG: _get_first(objects, rank_states.RNG)},
-            saved_args,
+            args if saved_args.values else saved_args,
             state,
             range(0),
         ),

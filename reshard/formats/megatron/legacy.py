@@ -12,6 +12,7 @@ from operator import le
 from typing import Any
 
 from reshard.containers.pickles import trust
+from reshard.core.box import Index
 from reshard.core.dtypes import UINT8
 from reshard.core.location import Location
 from reshard.core.manifest import (
@@ -30,6 +31,7 @@ from reshard.formats.megatron import (
     directory,
     grid,
     grouped,
+    inferred,
     names,
     order,
     rank_states,
@@ -67,8 +69,9 @@ def read(location: Location, table: Table) -> Manifest:
         UnsupportedError: Megatron itself did not save every part of the experts.
     """
     first = next(iter(directory.list_rank_folders(location).values()))
-    args = _complete_sizes(open_args(directory.find_model_file(first)), location)
+    args = inferred.infer_sizes(open_args(directory.find_model_file(first)), location)
     opened = map_files_by_key(directory.find_ranks(location, args), open_rank)
+    args = inferred.infer_model(args, _list_shapes(opened))
     _check_ranks(opened, args)
     offsets = _compute_offsets(opened, args)
     ranks: dict[GridPosition, Manifest] = {}
@@ -104,6 +107,13 @@ def read(location: Location, table: Table) -> Manifest:
     )
 
 
+def _list_shapes(opened: Mapping[GridPosition, RankFile]) -> dict[str, Index]:
+    """Return the shapes of the weights of the first rank that has some in layers."""
+    chunks = (chunk for rank in sorted(opened) for chunk in opened[rank].chunks)
+    chunk = next((chunk for chunk in chunks if chunk.layers), None)
+    return {name: tensor.shape for name, tensor in chunk.params.items()} if chunk else {}
+
+
 def _collect_extra(
     opened: Mapping[GridPosition, RankFile], args: Arguments, table: Table, offsets: list[list[int]]
 ) -> Iterator[tuple[tuple[int, int], dict[str, Any]]]:
@@ -128,21 +138,6 @@ def _collect_random(
         (rank.pp, rank.tp, *([rank.ep] if args.ep > 1 else [])): file.root.get(rank_states.RNG)
         for rank, file in opened.items()
     }
-
-
-def _complete_sizes(args: Arguments, location: Location) -> Arguments:
-    """Return arguments that state the grid: those of the files, else those that follow from names.
-
-    The folders' names state the number of ranks on each axis.
-    """
-    if args.values:
-        return args
-    numbers = [name.split("_")[2:] for name in directory.list_rank_folders(location)]
-    values: dict[str, Any] = {}
-    for index, name in enumerate(("tensor", "pipeline", "expert")):
-        ranks = [int(parts[index]) for parts in numbers if len(parts) > index]
-        values[f"{name}_model_parallel_size"] = max(ranks, default=0) + 1
-    return Arguments(args.source, values)
 
 
 def _check_ranks(opened: Mapping[GridPosition, RankFile], args: Arguments) -> None:
@@ -360,7 +355,9 @@ def _read_rank(
         origin=Origin("megatron", file.path),
         entries=index_entries(grouped.reorder_heads(separated, file.version, args)),
         files={each.path: each.source() for each in file.files} | _add_claims(rank, file, args),
-        train=train.make_train_state(file.root, args, state, experts),
+        train=train.make_train_state(
+            file.root, args if file.args.values else file.args, state, experts
+        ),
         frozen=frozenset(n for fqn in frozen for n in grouped.name_separated(fqn, experts)),
         tied={second: name for chunk in file.chunks for second, name in chunk.tied.items()},
         warnings=tuple(state.notes),

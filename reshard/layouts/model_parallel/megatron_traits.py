@@ -316,6 +316,8 @@ def _list_unsupported(args: Mapping[str, Any]) -> list[str]:
     activation = args.get("activation_func")  # of Megatron-Bridge; Megatron-LM has switches
     if activation not in (None, _FAST_GELU) or (activation and not args.get("gated_linear_unit")):
         unsupported.append(f"the activation {activation}, for which Megatron-LM has no argument")
+    if args.get("gated_linear_unit") and not (activation or args.get("swiglu")):
+        unsupported.append("gated linear units with an activation that args do not state")
     if args.get("glu_activation"):  # bigscience's fork, which gates with the second half
         unsupported.append(f"gated linear units (glu_activation {args['glu_activation']})")
     if args.get(OWN_BUILDER):

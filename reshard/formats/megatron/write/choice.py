@@ -13,6 +13,7 @@ from reshard.core.manifest import Entry, find_main_dtype
 from reshard.errors import IncompleteError, UnsupportedError, UsageError
 from reshard.formats.megatron import names
 from reshard.formats.megatron.arguments import Arguments, has_own_configs
+from reshard.formats.megatron.inferred import infer_model
 from reshard.formats.megatron.optimizers.forms import CHAINED
 from reshard.formats.megatron.write import args as arguments
 from reshard.formats.megatron.write import groups, scheduler
@@ -193,7 +194,8 @@ def resolve(state: WritableState, wanted: MegatronOptions, described: Described)
         )
     table, architecture, args = described.table, described.architecture, described.args
     constants = {"layers": architecture.layers} if architecture.layers else {}
-    gated = Arguments(state.manifest.origin.path, args).gated
+    shapes = {weight.fqn: weight.value.shape for weight in state.weights}
+    gated = infer_model(Arguments(state.manifest.origin.path, args), shapes).gated
     padded, notes = _choose_padding(state, wanted, table, constants, architecture)
     te = wanted.dialect == "te"
     weights = find_rules(state, table, constants, gated=gated, te=te, padded=padded, args=args)

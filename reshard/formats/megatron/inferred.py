@@ -1,0 +1,95 @@
+"""Arguments that the files do not state, as the folders and the shapes of the weights show them.
+
+Programs that call Megatron-core themselves save few arguments, or none.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import replace
+
+from reshard.core.box import Index
+from reshard.core.location import Location
+from reshard.errors import MIXED, CorruptError
+from reshard.formats.megatron import directory
+from reshard.formats.megatron.arguments import Arguments
+from reshard.formats.megatron.rank import RankFile, open_rank
+
+_SIZES = tuple(f"{axis}_model_parallel_size" for axis in ("tensor", "pipeline", "expert"))
+_STATED_SIZES = (*_SIZES, "model_parallel_size")
+_MATRIX = 2  # dims
+_ROUTER = ".mlp.router.weight"
+# The first matrix of an MLP -> the second: of Megatron-core, of GroupedMLP, and before core.
+_SECOND = (
+    (re.compile(r"(.*\.linear_fc)1(\.weight\d*)"), r"\g<1>2\2"),
+    (re.compile(r"(.*\.experts\.weight)1()"), r"\g<1>2"),
+    (re.compile(r"(.*\.dense_)h_to_4h(\.weight)"), r"\g<1>4h_to_h\2"),
+)
+
+
+def infer_sizes(args: Arguments, location: Location) -> Arguments:
+    """Return arguments that state the grid: those of the files, else those that folders show.
+
+    The folders' names state the number of ranks on each axis. Of two numbers, the second is that of
+    a stage or of an expert rank; only the latter has the same parameters as the first one.
+    """
+    if any(name in args.values for name in _STATED_SIZES):
+        return args
+    folders = directory.list_rank_folders(location)
+    numbers = {name: [int(part) for part in name.split("_")[2:]] for name in folders}
+    axes = max(map(len, numbers.values()))
+    sizes = [
+        1 + max(each[axis] if len(each) > axis else 0 for each in numbers.values())
+        for axis in range(len(_SIZES))
+    ]
+    if axes == len(_SIZES) - 1:
+        ends = [folder for name, folder in sorted(folders.items()) if numbers[name][0] == 0]
+        first, last = (_list_names(open_rank(folder)) for folder in (ends[0], ends[-1]))
+        if first == last:
+            sizes = [sizes[0], 1, sizes[1]]
+    return replace(args, values={**args.values, **dict(zip(_SIZES, sizes, strict=True))})
+
+
+def _list_names(file: RankFile) -> list[list[str]]:
+    return [list(chunk.params) for chunk in file.chunks]
+
+
+def infer_model(args: Arguments, shapes: Mapping[str, Index]) -> Arguments:
+    """Return arguments that state what shapes of weights show: gated units, number of experts.
+
+    Args:
+        shapes: of one rank's weights, or of the whole model's.
+
+    Raises:
+        CorruptError: the arguments state gated units, but the weights have none.
+    """
+    values = {}
+    routers = [shape[0] for name, shape in shapes.items() if name.endswith(_ROUTER) and shape]
+    if routers and not args.experts:
+        values["num_experts"] = max(routers)
+    first = _find_first_matrix(shapes)
+    if first is not None and args.gated is not first[1]:
+        if args.gated:
+            raise CorruptError(
+                args.source,
+                f"states gated linear units, but the shape of {first[0]!r} has no rows for gates",
+                MIXED,
+            )
+        values["gated_linear_unit"] = True
+    return replace(args, values={**args.values, **values}) if values else args
+
+
+def _find_first_matrix(shapes: Mapping[str, Index]) -> tuple[str, bool] | None:
+    """Return the name of an MLP's first matrix, and whether it is as wide as two of the second."""
+    for name, shape in shapes.items():
+        for first, second in _SECOND:
+            match = first.fullmatch(name)
+            other = shapes.get(match.expand(second)) if match else None
+            if other is None or not len(shape) == len(other) == _MATRIX:
+                continue
+            at = int(".experts.weight" in name)  # GroupedMLP stores transposed matrices
+            width, inner = shape[at], other[1 - at]
+            if width in (inner, 2 * inner):
+                return name, width != inner
+    return None
