@@ -175,7 +175,7 @@ def _rebalance_deepspeed(
     micro, steps = config[_MICRO], config.get(_STEPS, 1)
     total = micro * steps * before
     chosen = _choose_own_micro_batch(manifest, total, world_size)
-    chosen = chosen or _find_micro_batch(micro, total, world_size)
+    chosen = chosen or find_micro_batch(micro, total, world_size)
     warnings = []
     if chosen is None:
         # No micro batch divides the global batch: come as close to it as the accumulation can.
@@ -220,7 +220,7 @@ def _rebalance_hf_trainer(
         text = f"{BATCH} {micro} -> {own[BATCH]}, which the run had at {world_size} ranks"
         return Rebalanced(_record_own(_with_progress(manifest, own[BATCH]), None), [text], [])
     manifest = _record_own(manifest, own)
-    smaller = _find_micro_batch(micro, micro * before, world_size)
+    smaller = find_micro_batch(micro, micro * before, world_size)
     if smaller is None:
         return Rebalanced(manifest, [_describe_rule(before, world_size)], [])
     factor = micro * before // (smaller * world_size)
@@ -230,7 +230,7 @@ def _rebalance_hf_trainer(
     return Rebalanced(_with_progress(manifest, smaller), derived, [])
 
 
-def _find_micro_batch(most: int, total: int, ranks: int) -> int | None:
+def find_micro_batch(most: int, total: int, ranks: int) -> int | None:
     """Return the largest batch of a rank, up to ``most``, of which whole steps make the total."""
     return next((n for n in range(most, 0, -1) if total % (n * ranks) == 0), None)
 

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 import reshard
+from reshard.errors import UsageError
 from reshard.sizing.families import FORMULAS, count_config
 from reshard.sizing.setup import Cluster, Training
 from reshard.sizing.share import take_share
@@ -247,6 +248,16 @@ def config(tmp_path):
     path = tmp_path / "config.json"
     path.write_text(json.dumps(CONFIG | {"architectures": ["LlamaForCausalLM"]}))
     return path
+
+
+def test_a_run_keeps_its_global_batch_on_more_ranks(libraries):
+    """Two ranks with two samples each: on four, `split` writes a micro batch of one."""
+    source = libraries / "peft_zero3/ckpt/checkpoint-2"
+    for ranks, micro in ((1, 2), (2, 2), (4, 1)):
+        training = reshard.plan(source, gpus=f"{ranks}x24GB").training
+        assert (training.global_batch, training.micro_batch) == (4, micro)
+    with pytest.raises(UsageError, match="not a multiple of 3 data-parallel ranks"):
+        reshard.plan(source, gpus="3x24GB")
 
 
 @pytest.mark.parametrize("strategy", ["zero1", "zero2", "zero2-offload", "zero3", "zero3-offload"])

@@ -21,10 +21,11 @@ from reshard.layouts.model_parallel.sizes import parse_mesh
 from reshard.sizing import sources
 from reshard.sizing.choice import Choice, advise, choose, choose_named, find_nodes
 from reshard.sizing.model import ModelSizes
-from reshard.sizing.setup import Cluster, Precision, Training, parse_gpus
+from reshard.sizing.setup import Cluster, Precision, Training, count_data_ranks, parse_gpus
 from reshard.sizing.strategies import MARGIN, fit_micro_batch, forecast
 from reshard.system.paths import as_path
 from reshard.training import trainer_run
+from reshard.training.batch import find_micro_batch
 
 if TYPE_CHECKING:
     from reshard.html.page import Page
@@ -57,6 +58,8 @@ def plan(source: formats.Paths | None = None, options: PlanOptions | None = None
     gpus, gpu_bytes = parse_gpus(options.gpus)
     cluster = Cluster(gpus, gpu_bytes, options.nodes, options.host_memory_bytes)
     training = _find_training(options, manifest, model)
+    if options.micro_batch is None:
+        training = _fit_batch(cluster, training)
     rows = forecast(model, cluster, training)
     choice = (
         choose_named(rows, options.strategy, cluster) if options.strategy else choose(rows, cluster)
@@ -158,6 +161,13 @@ def _find_training(options: PlanOptions, manifest: Manifest | None, model: Model
         lora_targets=tuple(options.lora_targets),
         freeze=options.freeze or "",
     )
+
+
+def _fit_batch(cluster: Cluster, training: Training) -> Training:
+    """Return the settings with the micro batch that `split` would choose for so many ranks."""
+    ranks = count_data_ranks(cluster, training)
+    micro = find_micro_batch(training.micro_batch, training.global_batch, ranks)
+    return replace(training, micro_batch=micro or training.micro_batch)
 
 
 def _read_settings(manifest: Manifest) -> dict[str, Any]:

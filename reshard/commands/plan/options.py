@@ -53,7 +53,7 @@ class PlanOptions(ReportOptions):
         "Samples of a forward pass on one GPU.",
         group="Training",
         minimum=1,
-        unset="as SOURCE states, else 1",
+        unset="as SOURCE states, or the largest below that divides the global batch; else 1",
     )
     global_batch: int | None = option(
         None,
