@@ -12,6 +12,7 @@ from trainer.checkpoint import directory, files
 from trainer.config.huggingface import load_model_config
 from trainer.core.engine import Engine
 from trainer.core.ranks import Ranks
+from trainer.errors import translate_rust_errors
 from trainer.settings import Settings
 
 
@@ -44,7 +45,8 @@ def _write(
 ) -> None:
     from safetensors.torch import save_file
 
-    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    with translate_rust_errors():
+        save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     config = load_model_config(settings)
     config.dtype = dtype
     config.save_pretrained(folder)

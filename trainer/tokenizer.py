@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from trainer.errors import translate_rust_errors
+
 VOCABULARY = 257
 END = "<|endoftext|>"
 
@@ -18,6 +20,6 @@ def save(directory: Path) -> None:
     tokenizer = Tokenizer(models.BPE(vocab={**tokens, END: 256}, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.decoder = decoders.ByteLevel()
-    PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, bos_token=END, eos_token=END
-    ).save_pretrained(directory)
+    ready = PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token=END, eos_token=END)
+    with translate_rust_errors():
+        ready.save_pretrained(directory)

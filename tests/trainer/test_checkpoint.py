@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import os
@@ -18,13 +19,21 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
 from reshard.containers import torch_reader
 from tests.support.programs import LIMIT_S
 from tests.trainer import worlds
+from trainer import tokenizer
 from trainer.checkpoint import directory, files, state
 from trainer.checkpoint.directory import RunDirectory
-from trainer.errors import CheckpointError, SettingsError, TrainerError, TrainingError
+from trainer.errors import (
+    CheckpointError,
+    SettingsError,
+    TrainerError,
+    TrainingError,
+    translate_rust_errors,
+)
 from trainer.scaling import LossScaler
 from trainer.settings import Settings
 
@@ -444,6 +453,27 @@ def test_a_rank_that_cannot_write_fails_all_and_leaves_nothing_half(tmp_path):
         assert "rank 1 could not write its part" in errors[0][1]
     assert not (tmp_path / "run/latest").exists()
     assert directory.list_tags(tmp_path / "run") == []
+
+
+@contextlib.contextmanager
+def short_files(limit):
+    """Let this process write no file of more bytes."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (limit, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+        signal.signal(signal.SIGXFSZ, handler)
+
+
+def test_a_file_that_a_library_in_rust_cannot_write_is_an_error_of_the_system(tmp_path):
+    """``raise_on_all`` passes such errors to all ranks, and no others."""
+    with short_files(1000), pytest.raises(OSError, match="too large"):
+        tokenizer.save(tmp_path)
+    with short_files(1000), pytest.raises(OSError, match="too large"), translate_rust_errors():
+        save_file({"w": torch.zeros(1000)}, tmp_path / "model.safetensors")
 
 
 def sixteen_bits(ranks, job):
