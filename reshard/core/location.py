@@ -93,6 +93,11 @@ class Location:
         first = self.directories[0]
         return first / self.chosen if self.chosen else first
 
+    @property
+    def paths(self) -> list[Path]:
+        """The file that the user named, else all directories."""
+        return [self.path] if self.chosen else list(self.directories)
+
     @cached_property
     def name(self) -> str:
         """The directory's own name."""

@@ -150,6 +150,22 @@ def list_numbered(location: Location) -> dict[int, Location]:
     }
 
 
+def _list_numbered_files(location: Location) -> dict[int, Location]:
+    """Return the files of a run of Lightning, each of which is the checkpoint of a step."""
+    found: dict[int, Location] = {}
+    for name in () if location.chosen else location.files:
+        number = parse_number(name) if name.endswith(".ckpt") else None
+        if number in found:
+            raise UnrecognisedError(
+                location,
+                f"contains two checkpoints of step {number}: {found[number].chosen} and {name}",
+                "move one of them to another directory",
+            )
+        if number is not None:
+            found[number] = Location([location.files[name].parent], name)
+    return found
+
+
 def list_checkpoints(
     location: Location, detect: Callable[[Location], bool]
 ) -> dict[int, Location | None]:
@@ -180,11 +196,11 @@ def list_runs(
     ``actor`` and ``critic``). The runs have the names of these folders; a single run has none.
 
     Raises:
-        UnrecognisedError: there are several runs beside one another.
+        UnrecognisedError: there are several runs beside one another, or several files of one step.
     """
     if not depth:
         return {}
-    numbers = list_numbered(location)
+    numbers = list_numbered(location) or _list_numbered_files(location)
     models = [_list_models(folder, detect, depth - 1) for folder in numbers.values()]
     names = [name for name in _FOLDERS if any(name in each for each in models)] or [""]
     found = {

@@ -325,6 +325,43 @@ def test_what_is_refused(sequences_made, tmp_path):
         reshard.verify(sequences_made / "dcp/run", history=True, against=tmp_path / "x")
 
 
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")  # of Lightning, about the machine
+def test_the_files_of_a_lightning_run(tmp_path):
+    lightning = pytest.importorskip("lightning.pytorch")
+
+    class Line(lightning.LightningModule):
+        def __init__(self):
+            super().__init__()
+            self.line = torch.nn.Linear(8, 8)
+
+        def training_step(self, batch, _index):
+            return self.line(batch).square().mean()
+
+        def configure_optimizers(self):
+            return torch.optim.Adam(self.parameters(), lr=1e-2)
+
+    place = tmp_path / "run" / "checkpoints"
+    save = lightning.callbacks.ModelCheckpoint(place, save_top_k=-1, every_n_train_steps=1)
+    quiet = {"enable_progress_bar": False, "enable_model_summary": False, "logger": False}
+    trainer = lightning.Trainer(accelerator="cpu", max_steps=3, callbacks=[save], **quiet)
+    trainer.fit(Line(), torch.utils.data.DataLoader(torch.randn(8, 8), batch_size=2))
+    files = [place / f"epoch=0-step={step}.ckpt" for step in (1, 2, 3)]
+    report = reshard.verify(tmp_path / "run", history=True, deep=True)
+    assert report.passed
+    assert [each["name"] for each in report.tags] == [f"checkpoints/{f.name}" for f in files]
+    assert [each["updates"] for each in report.tags] == [1, 2, 3]
+    reshard.average(tmp_path / "run", tmp_path / "mean.safetensors", last=2)
+    a, b = (torch.load(file)["state_dict"]["line.weight"].double() for file in files[1:])
+    mean = load_file(tmp_path / "mean.safetensors")["line.weight"]
+    assert torch.equal(mean, ((a + b) / 2).float())
+    shutil.copy(files[1], files[2])
+    assert "steps" in failed(tmp_path / "run")
+    shutil.copy(files[1], place / "epoch=0-step=2-v1.ckpt")
+    with pytest.raises(UnrecognisedError, match="two checkpoints of step 2"):
+        reshard.verify(tmp_path / "run", history=True)
+
+
 @pytest.fixture
 def several(sequences_made, tmp_path):
     """Write a run in the layout of verl, which trains an actor and a critic."""

@@ -156,9 +156,9 @@ def _read_all(
     for number, place in found.items():
         if place is None:
             continue
-        directory = str(place.directories[0])
-        above = next((f"{path}/" for path in sources if directory.startswith(f"{path}/")), "")
-        name = directory.removeprefix(above)
+        path = str(place)
+        above = next((f"{source}/" for source in sources if path.startswith(f"{source}/")), "")
+        name = path.removeprefix(above)
         manifest = _read(place, options)
         if isinstance(manifest, Check):
             unreadable[name] = manifest
@@ -173,7 +173,7 @@ def _read(place: Location, options: VerifyOptions) -> Manifest | Check:
     arguments = {**options.reader_arguments(), "tag": None}
 
     def read() -> Manifest:
-        manifest = formats.read(place.directories, prove=False, **arguments)
+        manifest = formats.read(place.paths, prove=False, **arguments)
         check_trust(manifest, options.allow_pickle)
         return manifest
 
