@@ -40,6 +40,8 @@ TORCH = (
     "fsdp2_dcp_named",
     "dcp_model_only",
     "dcp_app",
+    "dcp_no_collectives",
+    "dcp_no_collectives_item_files",
 )
 
 

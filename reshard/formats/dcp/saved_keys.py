@@ -17,7 +17,7 @@ from typing import Any
 
 from reshard.containers import skeletons
 from reshard.containers.skeletons import LaidOut
-from reshard.core.box import whole
+from reshard.core.box import Box, whole
 from reshard.core.chunks import Chunk, contiguous
 from reshard.core.dtypes import UINT8, DType
 from reshard.core.location import Location
@@ -305,12 +305,12 @@ def _build_leaves(
 
 
 def _copy_tensor(directory: SavedDirectory, key: str, tensor: StoredTensor) -> CopiedTensor:
-    blocks = tuple(
-        (block.box, _build_item(directory, f"{key} {number}", block))
-        for number, block in enumerate(tensor.blocks)
-        if block.box is not None
-    )
-    return CopiedTensor(tensor.dtype, tensor.shape, blocks)
+    """Copy each block once: without collectives, every rank stores a replicated tensor."""
+    blocks: dict[Box, Entry] = {}
+    for number, block in enumerate(tensor.blocks):
+        if block.box is not None and block.box not in blocks:
+            blocks[block.box] = _build_item(directory, f"{key} {number}", block)
+    return CopiedTensor(tensor.dtype, tensor.shape, tuple(blocks.items()))
 
 
 def _build_item(directory: SavedDirectory, name: str, block: Block | None) -> Entry:
