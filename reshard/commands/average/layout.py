@@ -74,6 +74,7 @@ def _describe_model(merge: Merge, folder: str) -> Manifest:
     return Manifest(
         origin=Origin(
             format=registry.MODEL,
+            weights_only=True,
             path=folder,
             mesh={"world": 1},
             precision=find_most_common_dtype(dtypes.values()),
