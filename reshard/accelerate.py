@@ -111,5 +111,4 @@ def _describe_program(accelerator: Any) -> LiveTarget:
     model = accelerator.unwrap_model(models[0])
     optimizers = accelerator._optimizers  # noqa: SLF001 - no public name
     groups = optimizers[0].param_groups if len(optimizers) == 1 else []
-    target = describe_program(model, groups, [group["params"] for group in groups])
-    return replace(target, fsdp=fsdp)
+    return replace(describe_program(model, groups), fsdp=fsdp)

@@ -35,7 +35,7 @@ from reshard.live.swapped_optimizer import SCALE, load_unread, patch_swap_loadin
 from reshard.system.attributes import replace_attributes
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Mapping
 
 __all__ = ["load_checkpoint"]
 
@@ -88,7 +88,7 @@ def load_checkpoint(  # noqa: PLR0913 - the arguments of DeepSpeed's method
     weights_only = load_module_only and not leaves_optimizer
     choice = _choose_options(engine, options, tag=tag, weights_only=weights_only)
     config = engine._config._param_dict  # noqa: SLF001 - no public name
-    target = replace(describe_program(engine.module, *_list_groups(engine)), config=config)
+    target = replace(describe_program(engine.module, _list_groups(engine)), config=config)
     with open_live_files(load_dir, choice, target, workers=workers) as live:
         log_report(live.report)
         with ExitStack() as stack:
@@ -155,13 +155,11 @@ def _name_precision(engine: Any) -> str:
     return "fp16" if engine.fp16_enabled() else "fp32"
 
 
-def _list_groups(
-    engine: Any,
-) -> tuple[Sequence[Mapping[str, Any]], Sequence[Sequence[Any]]]:
-    """Return the param groups of an engine's optimizer, and their parameters.
+def _list_groups(engine: Any) -> list[dict[str, Any]]:
+    """Return the param groups of an engine's optimizer, in the order of its flat partitions.
 
-    The parameters are in the order of the flat partitions. Both are empty for an engine with
-    experts or with model-parallel ranks, whose optimizer divides the groups itself.
+    The result is empty for an engine with experts or with model-parallel ranks, whose optimizer
+    divides the groups itself.
 
     Source: DeepSpeed 0.19.8 ``runtime/engine.py`` (``param_names``), ``zero/stage_1_and_2.py``
     (``bit16_groups``), ``zero/stage3.py`` (``fp16_groups``, of which each is a sub-group),
@@ -170,7 +168,7 @@ def _list_groups(
     optimizer = engine.optimizer
     live = getattr(optimizer, "param_groups", None)
     if not live or engine.has_moe_layers or engine.mp_world_size > 1:
-        return [], []
+        return []
     params: list[list[Any]] = [group["params"] for group in live]
     for name in ("bit16_groups", "bf16_groups", "fp16_groups"):
         params = getattr(optimizer, name, params)
@@ -179,7 +177,7 @@ def _list_groups(
         for number, members in enumerate(params):
             of_groups[optimizer.sub_group_to_group_id[number]] += members
         params = of_groups
-    return live, params
+    return [{**group, "params": own} for group, own in zip(live, params, strict=True)]
 
 
 class _MemoryEngine:

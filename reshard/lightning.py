@@ -146,14 +146,11 @@ class _StrategyLoader:
         module = self._trainer.lightning_module
         parameters = [name for name, _ in module.named_parameters()]
         buffers = [name for name, _ in module.named_buffers()]
-        members = [
-            group["params"]
-            for optimizer in self._trainer.optimizers
-            for group in optimizer.param_groups
-        ]
-        live = (
-            describe_model(module, members) if _has_whole_shapes(self._trainer.strategy) else None
-        )
+        live = None
+        if _has_whole_shapes(self._trainer.strategy):
+            optimizers = self._trainer.optimizers
+            groups = [group for optimizer in optimizers for group in optimizer.param_groups]
+            live = describe_model(module, groups)
         return read_for_model(self._source, parameters, buffers, options, live)
 
     def _load_model(self, *, strict: bool) -> None:

@@ -57,7 +57,7 @@ def open_checkpoint(
         )
     decided, config = _describe_strategy(trainer)
     target = replace(
-        describe_program(trainer.model, *_list_groups(trainer, config)),
+        describe_program(trainer.model, _list_groups(trainer, config)),
         config=config,
         fsdp=find_fsdp_version(trainer.accelerator.state),
         arguments=_list_arguments(trainer.args),
@@ -80,12 +80,8 @@ def _list_arguments(arguments: Any) -> dict[str, int]:
     return {name: int(value) for name, value in given.items() if value is not None and value >= 1}
 
 
-def _list_groups(
-    trainer: Any, config: Mapping[str, Any] | None
-) -> tuple[Sequence[Mapping[str, Any]], Sequence[Sequence[Any]]]:
-    """Return the param groups that the Trainer's optimizer has or will have, and their parameters.
-
-    Both are empty if they are not known.
+def _list_groups(trainer: Any, config: Mapping[str, Any] | None) -> Sequence[Mapping[str, Any]]:
+    """Return the param groups that the Trainer's optimizer has or will have; empty if unknown.
 
     Source: transformers 5.23 ``trainer.py`` (``create_optimizer``) and
     ``integrations/deepspeed.py`` (``deepspeed_optim_sched``: one group, if the configuration has an
@@ -94,20 +90,24 @@ def _list_groups(
     from transformers import Trainer
 
     if trainer.optimizer is not None:
-        groups = trainer.optimizer.param_groups
-        return groups, [group["params"] for group in groups]
+        groups: Sequence[Mapping[str, Any]] = trainer.optimizer.param_groups
+        return groups
     named = trainer.model.named_parameters()
     names = {parameter: name for name, parameter in named if parameter.requires_grad}
     if config is not None and "optimizer" in config:
-        return [{}], [list(names)]
+        return [{"params": list(names)}]
     is_default = type(trainer).create_optimizer is Trainer.create_optimizer
     if not is_default or trainer.optimizer_cls_and_kwargs is not None:
-        return [], []
+        return []
     decaying = set(trainer.get_decay_parameter_names(trainer.model))
-    members = [
-        [p for p, name in names.items() if (name in decaying) is kind] for kind in (True, False)
+    rates = {True: trainer.args.weight_decay, False: 0.0}  # whether a group's parameters decay
+    return [
+        {
+            "params": [p for p, name in names.items() if (name in decaying) is kind],
+            "weight_decay": r,
+        }
+        for kind, r in rates.items()
     ]
-    return [{"weight_decay": rate} for rate in (trainer.args.weight_decay, 0.0)], members
 
 
 def _describe_strategy(trainer: Any) -> tuple[dict[str, Any], dict[str, Any] | None]:

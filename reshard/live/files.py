@@ -112,44 +112,44 @@ def read_options(given: Mapping[str, Any], decided: Mapping[str, Any]) -> dict[s
     return {**decided, **given}
 
 
-def describe_program(
-    module: Any, groups: Sequence[Mapping[str, Any]], params: Sequence[Sequence[Any]]
-) -> LiveTarget:
+def describe_program(module: Any, groups: Sequence[Mapping[str, Any]]) -> LiveTarget:
     """Return what a program states about its model and its optimizer.
 
     Args:
-        groups: the hyperparameters of each param group of the optimizer.
-        params: the parameters of each. If one is not the module's, nothing is stated about them.
+        groups: the optimizer's param groups, as in ``optimizer.param_groups``: the parameters under
+            ``params``, and hyperparameters.
     """
-    names = {parameter: name for name, parameter in module.named_parameters()}
-    named = _name_groups(groups, params, names)
-    return LiveTarget(shapes=describe_model(module, params), groups=named)
+    shapes = describe_model(module, groups)
+    return LiveTarget(shapes=shapes, groups=_name_groups(groups, _name_parameters(module)))
 
 
-def describe_model(module: Any, params: Sequence[Sequence[Any]]) -> ModelShapes:
-    """Return the shapes of a live model, and the names of the parameters in each param group."""
-    shapes = shapes_of(module)
-    names = {parameter: name for name, parameter in module.named_parameters()}
-    if not all(each in names for members in params for each in members):
+def describe_model(module: Any, groups: Sequence[Mapping[str, Any]]) -> ModelShapes:
+    """Return the shapes of a live model, and the names of the parameters in each param group.
+
+    There are no names if a parameter is not the model's.
+    """
+    shapes, names = shapes_of(module), _name_parameters(module)
+    if not all(each in names for group in groups for each in group["params"]):
         return shapes
-    return replace(
-        shapes, members=tuple(tuple(names[each] for each in members) for members in params)
-    )
+    members = tuple(tuple(names[each] for each in group["params"]) for group in groups)
+    return replace(shapes, members=members)
+
+
+def _name_parameters(module: Any) -> dict[Any, str]:
+    """Return the name of each parameter of a module."""
+    return {parameter: name for name, parameter in module.named_parameters()}
 
 
 def _name_groups(
-    live: Sequence[Mapping[str, Any]],
-    params: Sequence[Sequence[Any]],
-    names: Mapping[Any, str],
+    live: Sequence[Mapping[str, Any]], names: Mapping[Any, str]
 ) -> tuple[ParamGroup, ...]:
     """Return the param groups of a live optimizer; empty if some are not known.
 
     Args:
         live: the optimizer's groups.
-        params: the module's parameters in each.
         names: parameter -> fqn.
     """
-    known = [[each for each in members if each.requires_grad] for members in params]
+    known = [[each for each in group["params"] if each.requires_grad] for group in live]
     if not all(known) or not all(each in names for members in known for each in members):
         return ()
     bare = strip_wrappers(names.values(), WITHOUT_DDP)

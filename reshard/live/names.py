@@ -43,10 +43,9 @@ def use_live_names(
 
 
 def fits_live_names(manifest: Manifest, parameters: Collection[str]) -> bool:
-    """Return whether a state has all parameters of a live model, at most with another prefix."""
-    named, _ = _change_prefix(manifest, parameters)
+    """Return whether a state has all parameters of a live model, under its names."""
     live = set(strip_wrappers(parameters, WITHOUT_DDP).values())
-    return live <= _list_names(edit(named, Edits()).manifest)
+    return live <= _list_names(edit(manifest, Edits()).manifest)
 
 
 def _change_prefix(manifest: Manifest, fqns: Collection[str]) -> tuple[Manifest, Prefix | None]:
@@ -59,7 +58,7 @@ def _change_prefix(manifest: Manifest, fqns: Collection[str]) -> tuple[Manifest,
         return manifest, None
     unwrapped = replace(manifest, may_be_ddp=False)
     for state in (unwrapped, manifest):
-        if live <= _list_names(edit(state, Edits()).manifest):
+        if fits_live_names(state, fqns):
             return state, None
     for state in (unwrapped, manifest):
         bare = replace(edit(state, Edits()).manifest, may_be_ddp=False)

@@ -43,11 +43,13 @@ def read_for_model(
         manifest = read_trusted(formats.as_paths(source), options, live)
         check_identity(manifest, options.trust)
         _logger.info("loading %s without a copy on a disk", manifest.origin.path)
-        if not fits_live_names(manifest, parameters):
-            manifest = restore_memory_form(manifest, may_be_former=True) or manifest
-        manifest, prefix = use_live_names(manifest, parameters, buffers)
+        named, prefix = use_live_names(manifest, parameters, buffers)
+        if not fits_live_names(named, parameters):
+            restored = restore_memory_form(manifest, may_be_former=True)
+            if restored is not None:
+                named, prefix = use_live_names(restored, parameters, buffers)
         if prefix is not None:
             _logger.info("%s", prefix)
-        return manifest
+        return named
 
     return compute_on_first_rank(read)

@@ -26,7 +26,7 @@ from reshard.core.keys import remove_wrappers
 from reshard.core.manifest import BUFFER, WEIGHT_KINDS, Manifest, ParamGroup
 from reshard.errors import DifferentError, UnsupportedError
 from reshard.live.dcp.reader import StorageReader
-from reshard.live.dcp.target import GROUPS, STATE, State
+from reshard.live.dcp.target import GROUPS, STATE, State, split_optimizer_key
 from reshard.training.state import build_unnamed_error
 from reshard.units import some
 
@@ -112,8 +112,7 @@ def _list_fresh(state: Mapping[str, Any], stored: State) -> dict[str, list[str]]
     """
     keys: dict[str, list[str]] = {}
     for key in state:
-        part, _, rest = key.partition(".")
-        owner = rest.rpartition(".")[0]
+        part, owner, _ = split_optimizer_key(key)
         if part == STATE and stored.resolve_fqn(owner) in stored.group_of:
             keys.setdefault(owner, []).append(key)
     return {
@@ -137,8 +136,7 @@ def _keep_mixed_hyper(
     """
     keys: dict[str, dict[str, str]] = {}
     for key in state:
-        part, _, rest = key.partition(".")
-        owner, _, name = rest.rpartition(".")
+        part, owner, name = split_optimizer_key(key)
         if part == GROUPS:
             keys.setdefault(remove_wrappers(owner), {})[name] = key
     warnings = []

@@ -94,8 +94,7 @@ class State:
 
     def find_optimizer_value(self, name: str) -> Resolved | None:
         """Resolve ``state.FQN.SLOT``, ``param_groups.N.HYPER`` or ``param_groups.FQN.HYPER``."""
-        part, _, rest = name.partition(".")
-        owner, _, leaf = rest.rpartition(".")
+        part, owner, leaf = split_optimizer_key(name)
         fqn = self.resolve_fqn(owner) if owner else ""
         if part == STATE and leaf == STEP:
             return Step(self.steps[fqn]) if fqn in self.steps else None
@@ -190,12 +189,15 @@ class Keys(dict[str, torch_metadata.STORAGE_TYPES]):
         return Missing()
 
     def _iterate_readings(self) -> Iterator[tuple[str, Find, tuple[str, ...]]]:
-        yield "model", self.state.find_weight, MODEL_NAMES
-        yield "optimizer", self.state.find_optimizer_value, OPTIMIZER_NAMES
+        for state in self._iterate_states():
+            yield "model", state.find_weight, MODEL_NAMES
+            yield "optimizer", state.find_optimizer_value, OPTIMIZER_NAMES
+
+    def _iterate_states(self) -> Iterator[State]:
+        yield self.state
         other = self._find_other()
         if other is not None:
-            yield "model", other.find_weight, MODEL_NAMES
-            yield "optimizer", other.find_optimizer_value, OPTIMIZER_NAMES
+            yield other
 
     def _may_be(self, prefix: str, option: str, names: tuple[str, ...]) -> bool:
         given = self.given_prefixes[option]
@@ -220,6 +222,17 @@ def _build_metadata(value: Resolved) -> torch_metadata.STORAGE_TYPES:
     properties = torch_metadata.TensorProperties(dtype=value.dtype.to_torch())
     chunk = torch_metadata.ChunkStorageMetadata(torch.Size([0] * len(size)), size)
     return torch_metadata.TensorStorageMetadata(properties, size, [chunk])
+
+
+def split_optimizer_key(key: str) -> tuple[str, str, str]:
+    """Return the part of an optimizer's flat state dict, the parameter or group, and the value.
+
+    >>> split_optimizer_key("state.layers.0.weight.exp_avg")
+    ('state', 'layers.0.weight', 'exp_avg')
+    """
+    part, _, rest = key.partition(".")
+    owner, _, name = rest.rpartition(".")
+    return part, owner, name
 
 
 def iterate_splits(key: str) -> Iterator[tuple[str, str]]:
