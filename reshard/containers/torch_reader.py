@@ -34,7 +34,7 @@ from reshard.system.checksum import crc32
 from reshard.system.files import Section, SourceFiles, get_size, refuse_lfs_pointer
 
 _LITTLE = b"little"
-_LITTLE_MEMBER = len(_LITTLE), crc32(_LITTLE)  # its directory entry states enough of its content
+_LITTLE_ENTRY = len(_LITTLE), crc32(_LITTLE)  # what the zip directory states of such a member
 
 
 def read(
@@ -96,7 +96,7 @@ def read_archive(
     # Under ``set_crc32_options(False)`` torch writes CRC 0 for every member; no real CRC here is 0.
     checked = members.get(f"{root}version", member).crc32 != 0
     byteorder = members.get(f"{root}byteorder")
-    if byteorder and (byteorder.nbytes, byteorder.crc32) != _LITTLE_MEMBER:
+    if byteorder and (byteorder.nbytes, byteorder.crc32) != _LITTLE_ENTRY:
         _, order = byteorder.read(archive, checked=checked)
         if order != _LITTLE:
             raise UnsupportedError(path, f"contains {order!r}-endian tensors")

@@ -153,7 +153,9 @@ def list_numbered(location: Location) -> dict[int, Location]:
 def _list_numbered_files(location: Location) -> dict[int, Location]:
     """Return the files of a run of Lightning, each of which is the checkpoint of a step."""
     found: dict[int, Location] = {}
-    for name in () if location.chosen else location.files:
+    if location.chosen:
+        return found
+    for name in location.files:
         number = parse_number(name) if name.endswith(".ckpt") else None
         if number in found:
             raise UnrecognisedError(

@@ -90,8 +90,8 @@ class Published:
                 f"is another model: it does not have {some(sorted(names), 1)}",
                 "pass the config of this model: --hf-dir DIR (merge) or --model DIR",
             )
-        is_of_files = manifest.origin.weights_only and not conversion.changes_nothing
-        return fitting[-1] if is_of_files else fitting[0]
+        prefers_published = manifest.origin.weights_only and not conversion.changes_nothing
+        return fitting[-1] if prefers_published else fitting[0]
 
     def _list_mtp(self, fqns: Iterable[str]) -> list[str]:
         """Return those names of layers of multi-token prediction that the model does not have."""

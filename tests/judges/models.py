@@ -1,4 +1,4 @@
-"""What the models of all judges share."""
+"""Functions and a module that the models of all judges share."""
 
 from __future__ import annotations
 

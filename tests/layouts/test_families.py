@@ -361,7 +361,7 @@ def test_a_window_counts_the_token_itself(tokens, window):
 def test_a_family_has_the_usual_value_of_a_trait_that_it_does_not_state(
     name, own, unusual, problem
 ):
-    """Of the families that a model otherwise fits, one would compute something else."""
+    """A family whose other traits fit the model would compute something else."""
     usual = {"hidden": 32, "heads": 4, "head_dim": 8, "positions": "rope", "activation": "silu"}
     usual |= {"norm": "rmsnorm", "gated": True, "linear_bias": False, "qkv_bias": False}
     traits = Traits(source="args", groups=2, args=None, **usual).with_values(own)

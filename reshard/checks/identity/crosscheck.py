@@ -217,7 +217,7 @@ def _mark_unequal(masters: bytearray, weights: bytearray, source: DType, trained
     Equal elements are compared without numpy if this installation has the compiled casts: the
     import of numpy takes longer than a small merge.
     """
-    made = bytearray(masters if source == trained else len(weights))
+    made = masters if source == trained else bytearray(len(weights))
     is_cast = source == trained or compiled.cast(masters, made, source, trained, clamp=False)
     if is_cast and made == weights:
         return bytes(len(weights) // trained.itemsize)

@@ -131,6 +131,7 @@ def read(location: Location, table: Table) -> Manifest:
         },
         train=train.make_train_state(
             {**common, rank_states.RNG: _get_first(objects, rank_states.RNG)},
+            # Arguments that were inferred alone are not those of the run.
             args if saved_args.values else saved_args,
             state,
             range(0),

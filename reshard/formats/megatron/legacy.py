@@ -355,6 +355,7 @@ def _read_rank(
         origin=Origin("megatron", file.path),
         entries=index_entries(grouped.reorder_heads(separated, file.version, args)),
         files={each.path: each.source() for each in file.files} | _add_claims(rank, file, args),
+        # Arguments that were inferred alone are not those of the run.
         train=train.make_train_state(
             file.root, args if file.args.values else file.args, state, experts
         ),

@@ -28,7 +28,7 @@ from reshard.errors import CorruptError
 from reshard.system.derived import Derived, Reader, list_files
 from reshard.tensors.averages import sums
 
-_BLOCK_NBYTES = 1 << 21  # values of all checkpoints; reads of fewer bytes wait for one another
+_BLOCK_NBYTES = 1 << 21  # values of all checkpoints; after shorter reads, threads wait for the GIL
 _LEAST = 1 << 14  # elements; with shorter blocks, calls dominate
 
 
