@@ -143,14 +143,14 @@ class _StrategyLoader:
             options = ValueOptions(**self._options)
         except TypeError as error:
             raise UsageError("open_checkpoint", str(error)) from error
-        module = self._trainer.lightning_module
+        module, strategy = self._trainer.lightning_module, self._trainer.strategy
         parameters = [name for name, _ in module.named_parameters()]
         buffers = [name for name, _ in module.named_buffers()]
         live = None
-        if _has_whole_shapes(self._trainer.strategy):
+        if _shows_parameters(strategy):
             optimizers = self._trainer.optimizers
             groups = [group for optimizer in optimizers for group in optimizer.param_groups]
-            live = describe_model(module, groups)
+            live = describe_model(strategy.model if _is_fsdp1(strategy) else module, groups)
         return read_for_model(self._source, parameters, buffers, options, live)
 
     def _load_model(self, *, strict: bool) -> None:
@@ -178,12 +178,18 @@ class _StrategyLoader:
                 _logger.warning("%s", warning)
 
 
-def _has_whole_shapes(strategy: Any) -> bool:
-    """Return whether the module's parameters have their own shapes while a checkpoint is loaded.
+def _shows_parameters(strategy: Any) -> bool:
+    """Return whether each parameter of the model has a name and a shape when a checkpoint is read.
 
-    FSDP 1 and DeepSpeed have cut them by then. The DTensors of ModelParallel have them.
+    DeepSpeed has cut them by then, and FSDP 1 without ``use_orig_params`` has flattened them.
     """
-    return not (hasattr(strategy, "deepspeed_engine") or hasattr(strategy, "sharding_strategy"))
+    if _is_fsdp1(strategy):
+        return bool(strategy.kwargs["use_orig_params"])
+    return not hasattr(strategy, "deepspeed_engine")
+
+
+def _is_fsdp1(strategy: Any) -> bool:
+    return hasattr(strategy, "sharding_strategy")
 
 
 def _refuse_average(trainer: Any) -> None:

@@ -21,6 +21,7 @@ from reshard.commands.split.command import plan_split
 from reshard.commands.split.options import SplitOptions
 from reshard.commands.split.report import SplitReport
 from reshard.commands.unwritten import plan_unwritten
+from reshard.core.box import Index
 from reshard.core.keys import WITHOUT_DDP, strip_wrappers
 from reshard.core.manifest import Entry, Key, Manifest, ParamGroup, Skeleton, SourceFile
 from reshard.engine.move.on_demand import OnDemandFiles
@@ -127,8 +128,14 @@ def describe_model(module: Any, groups: Sequence[Mapping[str, Any]]) -> ModelSha
     """Return the shapes of a live model, and the names of the parameters in each param group.
 
     There are no names if a parameter is not the model's.
+
+    Args:
+        module: if FSDP 1 has cut its parameters, the outermost one that FSDP 1 has wrapped.
     """
-    shapes, names = shapes_of(module), _name_parameters(module)
+    names = _name_parameters(module)
+    whole = {names[each]: shape for each, shape in _iterate_cut_by_fsdp1(module)}
+    shapes = shapes_of(module).rename(_remove_wrappers)
+    shapes = replace(shapes, parameters={**shapes.parameters, **whole})
     if not all(each in names for group in groups for each in group["params"]):
         return shapes
     members = tuple(tuple(names[each] for each in group["params"]) for group in groups)
@@ -136,8 +143,23 @@ def describe_model(module: Any, groups: Sequence[Mapping[str, Any]]) -> ModelSha
 
 
 def _name_parameters(module: Any) -> dict[Any, str]:
-    """Return the name of each parameter of a module."""
-    return {parameter: name for name, parameter in module.named_parameters()}
+    """Return the name of each parameter of a module, without wrappers."""
+    return {each: _remove_wrappers(name) for name, each in module.named_parameters()}
+
+
+def _remove_wrappers(name: str) -> str:
+    return strip_wrappers([name], WITHOUT_DDP)[name]  # which does not depend on other names
+
+
+def _iterate_cut_by_fsdp1(module: Any) -> Iterator[tuple[Any, Index]]:
+    """Yield each parameter of which FSDP 1 keeps a part on this rank, and its whole shape.
+
+    Source: torch 2.13 ``torch/distributed/fsdp/_flat_param.py``, ``FlatParameter``.
+    """
+    for each in module.modules():
+        flat = getattr(getattr(each, "_handle", None), "flat_param", None)
+        if flat is not None:
+            yield from zip(flat._params, map(tuple, flat._shapes), strict=True)  # noqa: SLF001 - no public names
 
 
 def _name_groups(
@@ -152,11 +174,10 @@ def _name_groups(
     known = [[each for each in group["params"] if each.requires_grad] for group in live]
     if not all(known) or not all(each in names for members in known for each in members):
         return ()
-    bare = strip_wrappers(names.values(), WITHOUT_DDP)
     return tuple(
         ParamGroup(
             {key: value for key, value in group.items() if key not in ("params", "param_names")},
-            tuple(bare[names[each]] for each in members),
+            tuple(names[each] for each in members),
         )
         for group, members in zip(live, known, strict=True)
     )

@@ -36,7 +36,7 @@ STRATEGIES = {
 SAVES = ("ddp", "fsdp_full", "fsdp_sharded", "fsdp2", "z2")
 ENGINE, ACCELERATED = "engine", "accelerate"  # which save without Lightning
 ODD = "odd"  # saved by a DDP run of `lightning_worker.OddModule`
-RESUMED_ODD = (("one", 1), ("ddp", 4), ("fsdp2", 2))
+RESUMED_ODD = (("one", 1), ("ddp", 4), ("fsdp2", 2), ("fsdp_full", 1), ("fsdp_sharded", 4))
 RESUMED = (  # what saved, what resumes, at how many ranks
     ("ddp", "fsdp2", 4),
     ("fsdp_full", "fsdp_sharded", 4),  # where a rank has no part of some parameters

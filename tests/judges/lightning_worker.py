@@ -11,6 +11,7 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
 from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.strategies import DDPStrategy
 from torch.utils.data import DataLoader
@@ -148,12 +149,16 @@ def look(trainer: Trainer, scheduler: Any) -> dict[str, Any]:
 
 
 def look_at_groups(trainer: Trainer) -> dict[str, Any]:
-    """Return the rates of the live optimizer, and the parameters that it has no state of."""
+    """Return the rates of the live optimizer, and the parameters of which no rank has a state."""
     (optimizer,) = trainer.optimizers
     names = {each: name for name, each in trainer.lightning_module.named_parameters()}
+    stepped = {name for each, name in names.items() if optimizer.state.get(each)}
+    of_ranks = [stepped] * trainer.world_size
+    if dist.is_initialized():
+        dist.all_gather_object(of_ranks, stepped)
     return {
         "rates": [group["lr"] for group in optimizer.param_groups],
-        "idle": sorted(name for each, name in names.items() if not optimizer.state.get(each)),
+        "idle": sorted(set(names.values()).difference(*of_ranks)),
     }
 
 
