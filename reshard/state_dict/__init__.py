@@ -6,7 +6,8 @@ Reading, shared by every format whose files hold nested state dicts:
     global_tensor      a tensor of known global shape, whose chunks are in the files of ranks
     device_meshes      the mesh of a DTensor: its axes, and the order of the ranks along them
     sharded_reader     DTensor and ShardedTensor, as ``torch.save`` pickles them
-    flat_params        flat parameters of FSDP 1 and FairScale
+    flat_params        flat parameters of FSDP 1
+    shard_metadata     sharded parameters of FairScale and torch_xla
     sections           which part of the tree is the model, an optimizer, a scheduler ...
     optimizers         optimizer state dicts: their form, and the parameters they belong to
     memory_form        weights of PEFT's and transformers' files, as the trained model names them

@@ -37,7 +37,7 @@ from reshard.model import ModelHint, ModelShapes
 from reshard.model.adapter_names import find_parts, find_trained_names
 from reshard.model.norm_buffers import find_norm_buffers
 from reshard.quantised.scale_names import find_precision
-from reshard.state_dict import flat_params, leaves, sections
+from reshard.state_dict import flat_params, leaves, sections, shard_metadata
 from reshard.state_dict.global_tensor import GlobalTensor
 from reshard.state_dict.memory_form import (
     has_published_names,
@@ -60,7 +60,6 @@ from reshard.units import some
 
 ANOTHER = "another state dict"  # of a model that is not read, in `Manifest.unread`
 _LISTED = 6
-_FAIRSCALE = "shard_metadata"
 _OPEN_END = (
     "no file states how many ranks saved: there are shards of {}, and each tensor is taken to end"
     " with the last of them; --model config.json checks the shapes"
@@ -371,10 +370,13 @@ def _resolve_flat_params(
     parts: sections.Sections, parsed: ParsedTree, model: ModelShapes | None
 ) -> tuple[dict[str, Any], list[flat_params.FlatUnit]]:
     """Return the model's state dict without flat parameters, and the units it had."""
-    beside = format_path((*parts.model_path[:-1], _FAIRSCALE))
+    beside = format_path((*parts.model_path[:-1], shard_metadata.KEY))
     if beside in parts.client:
-        about = parts.client.pop(beside)
-        return _resolve_fairscale(parts.model, about, parsed.where)
+        about = parts.client[beside]
+        copies = [path for path in parts.client if path.endswith(f".{shard_metadata.KEY}")]
+        for path in (beside, *copies):  # another copy is beside the Trainer's optimizer
+            parts.client.pop(path, None)
+        return shard_metadata.resolve(parts.model, about, parsed.where)
     if any(flat_params.parse_prefix(key) is not None for key in parts.model):
         shapes: dict[str, Index] = {}
         for value in parts.optimizers.values():
@@ -384,27 +386,6 @@ def _resolve_flat_params(
         return parts.model, []
     ignored = flat_params.find_ignored(parts.model, parts.model, model)
     return parts.model, flat_params.build_units(model, ignored)
-
-
-def _resolve_fairscale(
-    state: Mapping[str, Any], about: Any, where: str
-) -> tuple[dict[str, Any], list[flat_params.FlatUnit]]:
-    """Return a FairScale state dict without flat parameters, and its units."""
-    named = flat_params.read_fairscale_units(about, where)
-    units = {key: named[key] for key in state if key in named}  # in the optimizer's order
-    tensors: dict[str, Any] = {}
-    for key, value in state.items():
-        unit = units.get(key)
-        if unit is None:
-            tensors[key] = value
-            continue
-        if not isinstance(value, LocalTensors):
-            raise CorruptError(
-                where, f"shard_metadata lists {key!r} as a flat parameter, but it is not one"
-            )
-        pieces = [value.pieces[rank] for rank in sorted(value.pieces)]
-        tensors.update(unit.build_tensors(flat_params.locate_pieces(pieces, unit.numel)))
-    return tensors, list(units.values())
 
 
 def _sort_weights(
@@ -522,7 +503,7 @@ def _collect_notes(
     differing = [
         path
         for path in parsed.differing
-        if not any(rng.search(str(part)) or part == _FAIRSCALE for part in path)
+        if not any(rng.search(str(part)) or part == shard_metadata.KEY for part in path)
     ]
     if differing:
         shown = some([format_path(path) for path in differing], _LISTED)

@@ -1,14 +1,12 @@
-"""Resolve flat parameters: FSDP 1's ``_flat_param`` and FairScale's ``flat_param_N``.
+"""Resolve flat parameters: FSDP 1's ``_flat_param``.
 
 A unit's parameters are stored end to end in one flat tensor, of which each rank has a piece. The
 pieces do not state which parameter is where. The layout comes from the first of these that exists:
-the rank files' own views (``use_orig_params=True``), FairScale's ``shard_metadata``, ``--model``
-and ``--wrap``, an optimizer that is saved by fqn. A layout is accepted only if it fills every unit
-to the last element.
+the rank files' own views (``use_orig_params=True``), ``--model`` and ``--wrap``, an optimizer that
+is saved by fqn. A layout is accepted only if it fills every unit to the last element.
 
 Sources: torch 2.13 ``distributed/fsdp/_state_dict_utils.py`` (local state dicts),
-``_flat_param.py``; fairscale 0.4.13 ``nn/data_parallel/fully_sharded_data_parallel.py``
-(``local_metadata_dict``).
+``_flat_param.py``.
 """
 
 from __future__ import annotations
@@ -18,9 +16,8 @@ from dataclasses import dataclass, replace
 from math import prod
 from typing import Any
 
-from reshard.core.box import Box, Index, as_index
+from reshard.core.box import Box, Index
 from reshard.core.chunks import Chunk
-from reshard.core.schema import COUNT, SHAPE, TEXT, expect, mapping, record, sequence
 from reshard.errors import CorruptError, UnsupportedError
 from reshard.layouts import flat_param
 from reshard.layouts.partition import Member, build_flat_chunks, run_chunks
@@ -34,8 +31,6 @@ _HINT = (
     " --wrap LlamaDecoderLayer|size=N|none"
 )
 _HINT_WRAP = "pass the wrapping of the run: --wrap LlamaDecoderLayer|size=N|none"
-_FLAT = record(names=sequence(TEXT), shapes=sequence(SHAPE), numels=sequence(COUNT))
-_FAIRSCALE = record(param_metadata=sequence(record(fsdp_path=TEXT, params=mapping(TEXT, _FLAT))))
 
 
 @dataclass(frozen=True, slots=True)
@@ -351,27 +346,3 @@ def locate_pieces(pieces: Sequence[Chunk], numel: int) -> list[tuple[int, Chunk]
         box = Box((0,), (min(size, max(numel - at, 0)),))
         located.append((at, replace(piece, box=box)))
     return located
-
-
-def read_fairscale_units(metadata: Any, where: str) -> dict[str, FlatUnit]:
-    """Read the units in FairScale's metadata: key of each flat parameter -> unit.
-
-    Raises:
-        CorruptError: the metadata contradict themselves.
-    """
-    expect(where, metadata, _FAIRSCALE, "shard_metadata")
-    units = {}
-    for entry in metadata["param_metadata"]:
-        path = entry["fsdp_path"]
-        prefix = f"{path}." if path else ""
-        for name, flat in entry["params"].items():
-            if len(flat["names"]) != len(flat["shapes"]):
-                raise CorruptError(
-                    where, f"shard_metadata of {name!r} does not have one shape for each name"
-                )
-            named = zip(flat["names"], flat["shapes"], strict=True)
-            members = [(prefix + fqn, as_index(shape)) for fqn, shape in named]
-            if not members:
-                raise CorruptError(where, f"shard_metadata of {name!r} names no parameter")
-            units[prefix + name] = build_unit(path, members, sum(flat["numels"]), where)
-    return units

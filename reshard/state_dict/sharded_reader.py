@@ -80,7 +80,7 @@ def describe_shards(file: TorchFile, call: Call) -> GlobalTensor | None:
 
 @dataclass(frozen=True, slots=True)
 class Saver:
-    """The rank that saved a sharded tensor, as the tensor states it.
+    """The rank that saved a file, as a sharded tensor or torch_xla's metadata in it state it.
 
     Args:
         needed: whether every rank has a block of the tensor that no other has.
@@ -91,12 +91,17 @@ class Saver:
     needed: bool
 
 
-def read_saver(call: Call) -> Saver | None:
-    """Return what a tensor states; None if it is not sharded, or older.
+def read_saver(value: Any) -> Saver | None:
+    """Return what a value of a file states; None if it is no sharded tensor, or an older one.
 
-    torch stores a DTensor's rank since 2.10.
+    torch stores a DTensor's rank since 2.10, torch_xla in a dict (2.9
+    ``xla_fully_sharded_data_parallel.py``, ``get_shard_metadata``).
     """
-    kind = call.name.rsplit(".", 1)[-1]
+    if isinstance(value, dict) and "shard_info" in value:
+        return _build_saver(value.get("rank"), value.get("world_size"), needed=True)
+    if not isinstance(value, Call):
+        return None
+    call, kind = value, value.name.rsplit(".", 1)[-1]
     try:
         if kind == _SHARDED_TENSOR:
             group = call.state[2]
@@ -112,6 +117,10 @@ def read_saver(call: Call) -> Saver | None:
             return None
     except (IndexError, KeyError, TypeError, ValueError, AttributeError):
         return None  # another version of torch; `describe_shards` refuses what cannot be read
+    return _build_saver(rank, world, needed=needed)
+
+
+def _build_saver(rank: Any, world: Any, *, needed: bool) -> Saver | None:
     return Saver(rank, world, needed) if type(rank) is type(world) is int else None
 
 

@@ -110,7 +110,7 @@ def find_saver(file: TorchFile) -> sharded_reader.Saver | None:
         saver
         for _, node in walk(root, _SAVER_DEPTH)
         for value in (node.values() if isinstance(node, dict) else node)
-        if isinstance(value, Call) and (saver := sharded_reader.read_saver(value))
+        if (saver := sharded_reader.read_saver(value))
     }
     return max(savers, key=lambda saver: saver.needed, default=None)
 

@@ -24,7 +24,7 @@ from reshard.formats.megatron.optimizers import forms
 from reshard.formats.megatron.write import groups
 from reshard.layouts.model_parallel.rules import load_table
 from reshard.layouts.model_parallel.traits import Traits
-from reshard.state_dict import flat_params, tree
+from reshard.state_dict import shard_metadata, tree
 from reshard.state_dict.tree import LocalTensors
 from reshard.training.state import build_writable_state
 
@@ -201,7 +201,7 @@ def test_megatron_s_arguments_and_groups_of_another_kind():
 def test_fairscale_s_metadata_of_another_kind(params, told):
     metadata = {"param_metadata": [{"fsdp_path": "", "params": params}]}
     with pytest.raises(CorruptError, match=f"shard.pt: shard_metadata.*{told}"):
-        flat_params.read_fairscale_units(metadata, "shard.pt")
+        shard_metadata.resolve({}, metadata, "shard.pt")
 
 
 @pytest.mark.parametrize("layout", ["Et*999999999L", "(t*999999|)*999999", "(t)*" + "9" * 6000])

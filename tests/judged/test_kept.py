@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -13,15 +14,16 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import _load_state_dict_from_keys
 
 import reshard
-from reshard.errors import UnsupportedError
+from reshard.errors import IncompleteError, StaleError, UnsupportedError
 from tests.judged.expected import read_expected
 
 DATA = Path(__file__).parents[1] / "data"
-WHOLE = ["composer", "olmo_core"]  # their optimizers' states are plain tensors
+XLA = ["torch_xla/flat", "torch_xla/each", "torch_xla/trainer"]
+WHOLE = ["composer", "olmo_core", *XLA]  # their optimizers' states are plain tensors
 COMPUTED = ["torchao", "torchao_fsdp2", "torchao_4bit", "torchao_fp8"]  # theirs are codes
 
 
-@pytest.mark.parametrize("library", [*WHOLE, *COMPUTED])
+@pytest.mark.parametrize("library", [*WHOLE, *COMPUTED, "torch_xla/rows"])
 def test_weights_are_merged_as_they_were(library, tmp_path):
     reshard.merge(DATA / library / "ckpt", tmp_path / "model.safetensors")
     got, want = load_file(tmp_path / "model.safetensors"), read_expected(DATA / library)["model"]
@@ -109,6 +111,25 @@ def test_composer_links_to_the_last_of_a_run():
         warnings = checkpoint.manifest.warnings
         assert checkpoint.manifest.train.step == 3  # the batches in its timestamp
     assert [note.split()[0] for note in warnings] == ["ep0-ba2", "ep0-ba3"]
+
+
+def test_the_optimizer_of_rows_is_left_out_and_reported():
+    with reshard.open(DATA / "torch_xla" / "rows" / "ckpt") as checkpoint:
+        assert not checkpoint.manifest.has_optimizer
+        assert any("it is left out" in warning for warning in checkpoint.manifest.warnings)
+
+
+def test_the_metadata_of_torch_xla_state_the_rank(tmp_path):
+    """They count, whatever the names of the files are."""
+    for path in (DATA / "torch_xla" / "flat" / "ckpt").iterdir():
+        shutil.copy(path, tmp_path / f"{path.stem.partition('-of-')[0]}.pth")
+    first, second, last = sorted(tmp_path.iterdir())
+    last.unlink()
+    with pytest.raises(IncompleteError, match="no such file with the tensors of rank 2"):
+        reshard.open(tmp_path)
+    shutil.copy(first, second)
+    with pytest.raises(StaleError, match=f"{second.name}: has the tensors of rank 0, and so has"):
+        reshard.open(tmp_path)
 
 
 def test_olmo_core_keeps_a_learning_rate_in_a_tensor_for_each_parameter():

@@ -28,7 +28,7 @@ OF_WORLD = r"(?:[-_.]?(?:of|world_size)[-_.]?\d+)?"  # behind the number of a ra
 RANK = re.compile(
     rf"^(.*?(?:rank|shard|rng_state|random_states)[-_]?)(\d+){OF_WORLD}((?:\.\w+)*(?:{_SUFFIX}))$"
 )
-_RANK_FIRST = re.compile(rf"^(rank[-_]?\d+)[-_.](\w+)({_SUFFIX})$")
+_RANK_FIRST = re.compile(rf"^(rank[-_]?\d+{OF_WORLD})[-_.](\w+)({_SUFFIX})$")
 _STRONG = re.compile(  # a directory with one of these is a training checkpoint, not only a model
     r"optim(izer)?(_\d+)?\.(bin|pt|pth)|scheduler(_\d+)?\.(bin|pt)|trainer_state\.json"
     r"|pytorch_model_fsdp(_\d+)?\.bin|random_states_\d+\.pkl|rng_state(_\d+)?\.pth|scaler\.pt"

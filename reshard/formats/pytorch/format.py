@@ -304,7 +304,7 @@ FORMAT = Format(
         "fsdp": Source(writer="fsdp2", translate=_translate),
         trainer_run.NAME: Source(writer=trainer_run.NAME),
         "lightning": Source(choose_writer=_choose_for_lightning),
-        **dict.fromkeys(("fairscale", NAME), Source()),
+        **dict.fromkeys(("fairscale", "torch_xla", NAME), Source()),
     },
     writers=(
         Dcp(),

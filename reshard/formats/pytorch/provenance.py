@@ -11,6 +11,7 @@ from reshard.formats.beside import TRAINER_STATE
 from reshard.formats.dcp import directory as dcp
 from reshard.formats.pytorch import directory
 from reshard.formats.pytorch.directory import NAME
+from reshard.state_dict import shard_metadata
 from reshard.state_dict.tree import ParsedTree
 from reshard.training import trainer_run
 from reshard.training.trainer_run import TrainerRun
@@ -54,6 +55,10 @@ def detect_framework(location: Location, parsed: ParsedTree, run: TrainerRun | N
     parts = [] if location.chosen else directory.find_dcp_parts(location).values()
     # NeMo Automodel keeps the weights in shards for Hugging Face, beside DCP's optimizer.
     is_dcp = any(map(dcp.is_part, present)) or (bool(parts) and all(map(dcp.detect, parts)))
+    stated = [node for node in (root, *root.values()) if isinstance(node, dict)]
+    metadata = next(
+        (node[shard_metadata.KEY] for node in stated if shard_metadata.KEY in node), None
+    )
     # The order matters: a library comes before the one whose file names it also uses (HF Trainer
     # uses Accelerate's, torchtitan DCP's).
     signs = {
@@ -62,9 +67,8 @@ def detect_framework(location: Location, parsed: ParsedTree, run: TrainerRun | N
         "verl": any(re.match(r"model_world_size_\d+_rank_\d+\.pt", name) for name in present),
         "lightning": "pytorch-lightning_version" in root or "meta.pt" in present,
         "accelerate": any(re.match("random_states_|pytorch_model_fsdp", name) for name in present),
-        "fairscale": any(
-            isinstance(node, dict) and "shard_metadata" in node for node in (root, *root.values())
-        ),
+        "torch_xla": shard_metadata.is_xla(metadata),
+        "fairscale": metadata is not None,
         "torchtitan": is_dcp and "train_state" in root,
         "dcp": is_dcp,
         "fsdp": parsed.world > 1,

@@ -44,7 +44,7 @@ _OF_STEP = re.compile(r"(?:model|optim(?:izer)?)_(\d{5,})")
 _LATEST = re.compile(r"(.*[-_])?(latest|last|final)")
 _POINTER = "last_checkpoint"  # of detectron2 and MMEngine, with the name or path of a file
 
-_COPY = "{} is assumed to be the same model as {}, which is not read"
+_COPY = "{} is not read: it is assumed to be the same model as {}"
 
 
 def read(
@@ -313,8 +313,10 @@ def _collect_parts(
         _add_extra_state(whole, location.folders[_EXTRA_STATE])
     weights = _find_safetensors(location)
     warnings += _describe_others(location, weights)
+    # torch_xla's shards state which parameters the optimizer's are; the Trainer also saves a copy.
+    by_rank = "pytorch_model" in families and len(families["pytorch_model"].files) > 1
     # Two copies of a model would need a --key to choose between them, so only one is read.
-    if "model" in weights and "pytorch_model" in families:
+    if "model" in weights and "pytorch_model" in families and not by_rank:
         del families["pytorch_model"]
         warnings.append(_COPY.format("pytorch_model.bin", "the safetensors beside it"))
     for stem, files in families.items():
@@ -322,8 +324,9 @@ def _collect_parts(
         _add_part(whole, None if alone else stem, files.join(location))
     sharded = any(name.startswith("pytorch_model_fsdp") for name in (*families, *location.folders))
     for stem, path in weights.items():
-        if sharded and stem in ("model", _ADAPTER):
-            warnings.append(_COPY.format(path.name, "pytorch_model_fsdp*"))
+        if (sharded or by_rank) and stem in ("model", _ADAPTER):
+            copied = "the ranks' pytorch_model.bin" if by_rank else "pytorch_model_fsdp*"
+            warnings.append(_COPY.format(path.name, copied))
         else:
             _add_part(whole, stem, _read_safetensors(location, path))
     whole.saved_modules = _read_saved_modules(location)

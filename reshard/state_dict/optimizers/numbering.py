@@ -45,13 +45,17 @@ class UnknownShapeError(AmbiguousError):
     """
 
     def __init__(self, signs: Collection[Signature]) -> None:
-        by_dims = [sign for sign in signs if isinstance(sign, tuple)]
-        sign = max(by_dims, key=len) if by_dims else next(iter(signs))
-        what = f"shape {list(sign)}" if isinstance(sign, tuple) else f"{sign} elements"
-        Exception.__init__(
-            self, f"it has states of a parameter of {what}, which no weight that was read has"
-        )
-        if isinstance(sign, tuple) and len(sign) > 1:  # otherwise they may be of a flat parameter
+        shapes = [s for s in signs if isinstance(s, tuple) and all(isinstance(n, int) for n in s)]
+        sizes = [sign for sign in signs if isinstance(sign, int) and sign >= 0]
+        shape = max(shapes, key=len, default=())
+        if shape:
+            what = f"of shape {list(shape)}, which no weight that was read has"
+        elif sizes:
+            what = f"of {sizes[0]} elements, which no weight that was read has"
+        else:
+            what = "whose sizes on the ranks fit no weight that was read"
+        Exception.__init__(self, f"it has states of a parameter {what}")
+        if len(shape) > 1:  # otherwise they may be of a flat parameter
             self.advice = "save again with all parameters of the optimizer in one state dict"
 
 

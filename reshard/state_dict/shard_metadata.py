@@ -1,0 +1,144 @@
+"""Resolve the shards that ``shard_metadata`` describes: FairScale's FSDP and that of torch_xla.
+
+Each rank saves 1-d pieces of flat parameters, or of parameters that are cut one by one, and beside
+its state dict which parameters they are.
+
+Sources: fairscale 0.4.13 ``nn/data_parallel/fully_sharded_data_parallel.py``
+(``local_metadata_dict``); torch_xla 2.9 ``distributed/fsdp/xla_fully_sharded_data_parallel.py``
+(``get_shard_metadata``, ``_get_shard``), ``distributed/fsdp/state_dict_utils.py``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from math import prod
+from typing import Any
+
+from reshard.core.box import Index, as_index
+from reshard.core.schema import COUNT, SHAPE, TEXT, expect, mapping, record, row, sequence
+from reshard.errors import FETCH_MISSING, CorruptError
+from reshard.state_dict import flat_params
+from reshard.state_dict.flat_params import FlatUnit
+from reshard.state_dict.tree import LocalTensors
+
+KEY = "shard_metadata"
+_FLAT = record(names=sequence(TEXT), shapes=sequence(SHAPE), numels=sequence(COUNT))
+_FAIRSCALE = record(param_metadata=sequence(record(fsdp_path=TEXT, params=mapping(TEXT, _FLAT))))
+_SHARD = record(_orig_name=TEXT, _orig_size=SHAPE)
+_XLA = record(
+    shard_info=mapping(TEXT, mapping(TEXT, _SHARD)),
+    flatten_info=mapping(TEXT, row(sequence(TEXT), sequence(SHAPE), sequence(COUNT))),
+)
+_XLA_WRAPPERS = ("_fsdp_wrapped_module.", "_fpw_module.")
+
+
+def resolve(
+    state: Mapping[str, Any], metadata: Any, where: str
+) -> tuple[dict[str, Any], list[FlatUnit]]:
+    """Return a model's state dict without sharded parameters, and its units.
+
+    Args:
+        state: every rank's state dict, joined.
+        metadata: the first rank's ``shard_metadata``.
+
+    Raises:
+        CorruptError: the metadata contradict themselves or the tensors.
+    """
+    of_xla = is_xla(metadata)
+    known = (_read_xla if of_xla else _read_fairscale)(metadata, where)
+    tensors: dict[str, Any] = {}
+    units: list[FlatUnit] = []  # in the optimizer's order, which is that of the state dict
+    for key, value in state.items():
+        if key not in known:
+            tensors[_strip(key) if of_xla else key] = value
+            continue
+        if not isinstance(value, LocalTensors):
+            raise CorruptError(where, f"{KEY} lists {key!r} as a flat parameter, but it is not one")
+        pieces = [value.pieces[rank] for rank in sorted(value.pieces)]
+        unit = known[key]
+        if of_xla:
+            unit = _pad(unit, sum(piece.box.volume for piece in pieces), where)
+        tensors.update(unit.build_tensors(flat_params.locate_pieces(pieces, unit.numel)))
+        units.append(unit)
+    return tensors, units
+
+
+def is_xla(metadata: Any) -> bool:
+    """Return whether metadata are those of torch_xla."""
+    return isinstance(metadata, Mapping) and "shard_info" in metadata
+
+
+def _read_fairscale(metadata: Any, where: str) -> dict[str, FlatUnit]:
+    """Return the units in FairScale's metadata by the keys of their flat parameters."""
+    expect(where, metadata, _FAIRSCALE, KEY)
+    units = {}
+    for entry in metadata["param_metadata"]:
+        path = entry["fsdp_path"]
+        for name, flat in entry["params"].items():
+            members = _pair(name, flat["names"], flat["shapes"], where)
+            members = [(_join(path, fqn), shape) for fqn, shape in members]
+            total = sum(flat["numels"])
+            units[_join(path, name)] = flat_params.build_unit(path, members, total, where)
+    return units
+
+
+def _read_xla(metadata: Any, where: str) -> dict[str, FlatUnit]:
+    """Return the units in torch_xla's metadata by the keys of their shards, without padding."""
+    expect(where, metadata, _XLA, KEY)
+    units = {}
+    for module, shards in metadata["shard_info"].items():
+        for key, shard in shards.items():
+            name = _join(module, shard["_orig_name"])
+            flat = metadata["flatten_info"].get(name)
+            if flat is None:  # a parameter that is cut by itself
+                members = [(name, as_index(shard["_orig_size"]))]
+            else:
+                path = name.rpartition(".")[0]
+                pairs = _pair(name, flat[0], flat[1], where)
+                members = [(_join(path, fqn), shape) for fqn, shape in pairs]
+            members = [(_strip(fqn), shape) for fqn, shape in members]
+            total = prod(shard["_orig_size"])
+            units[_join(module, key)] = flat_params.build_unit(
+                _strip(module), members, total, where
+            )
+    return units
+
+
+def _pad(unit: FlatUnit, numel: int, where: str) -> FlatUnit:
+    """Return a unit with the padding that torch_xla adds to it, up to ``numel`` elements.
+
+    Each rank's piece is a multiple of ``_shard_size_multiple`` elements, or of rows of the
+    parameter. The metadata do not state which.
+    """
+    if numel < unit.numel:
+        raise CorruptError(
+            where,
+            f"the pieces of {unit.members[0].fqn!r} ... have {numel} elements together, but {KEY}"
+            f" states {unit.numel}",
+            FETCH_MISSING,
+        )
+    return replace(unit, numel=numel)
+
+
+def _pair(
+    name: str, names: Sequence[str], shapes: Sequence[Any], where: str
+) -> list[tuple[str, Index]]:
+    """Return the names of a flat parameter's members with their shapes."""
+    if len(names) != len(shapes):
+        raise CorruptError(where, f"{KEY} of {name!r} does not have one shape for each name")
+    if not names:
+        raise CorruptError(where, f"{KEY} of {name!r} names no parameter")
+    return [(fqn, as_index(shape)) for fqn, shape in zip(names, shapes, strict=True)]
+
+
+def _join(path: str, name: str) -> str:
+    """Return the name of something inside a module."""
+    return f"{path}.{name}" if path else name
+
+
+def _strip(name: str) -> str:
+    """Return a name without the modules that torch_xla's FSDP inserts."""
+    for wrapper in _XLA_WRAPPERS:
+        name = f"{name}.".replace(wrapper, "")[:-1]
+    return name
