@@ -85,10 +85,13 @@ def read(location: Location, table: Table) -> Manifest:
     distributed = args.flag("use_distributed_optimizer")
     detail = "torch, distributed optimizer" if distributed else "torch"
     flat = any(file.flat is not None for file in opened.values())
+    untrained = [entry.fqn for entry in whole.of_kind(PARAM) if entry.fqn in whole.frozen]
+    notes = [*whole.warnings, *forms.note_frozen(untrained)]
     # A checkpoint without an optimizer (--no-save-optim) lacks nothing.
     if distributed and not flat and opened[min(opened)].root.get("optimizer"):
-        note = f"no rank has {directory.OPTIMIZER}: the checkpoint lacks the optimizer's state"
-        whole = replace(whole, warnings=(*whole.warnings, note))
+        missing = f"no rank has {directory.OPTIMIZER}"
+        notes.append(f"{missing}: the checkpoint lacks the optimizer's state")
+    whole = replace(whole, warnings=tuple(notes))
     chunks = [chunk for file in opened.values() for chunk in file.chunks]
     misplaced = next(filter(None, (order.find_misplaced(chunk.params) for chunk in chunks)), None)
     found = {
@@ -348,7 +351,6 @@ def _read_rank(
         for param in params
         if members and state.why_unnamed is None and param.fqn not in members
     ]
-    state.notes += forms.note_frozen(frozen)
     entries += flat.entries
     separated = grouped.separate([*entries, *state.entries], experts)
     return Manifest(
