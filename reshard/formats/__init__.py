@@ -84,6 +84,8 @@ def read(  # noqa: PLR0913 - a keyword an option
         refuse_missing(model)
     with understood(location), _naming_others(location):
         manifest = _read_as(location, force, ReadHints(tag, key, model, wrap, rules, live))
+        if not force:
+            unclear.refuse_parts_of_megatron(manifest)
     if prove:
         check(manifest)
     return placeholders.warn(manifest, is_filled=is_filled)

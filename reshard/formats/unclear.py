@@ -7,8 +7,10 @@ from collections.abc import Iterable
 
 from reshard.containers.torch_detect import PLAIN_SUFFIXES
 from reshard.core.location import Location
+from reshard.core.manifest import Manifest
 from reshard.errors import IncompleteError, UnrecognisedError, UnsupportedError
 from reshard.formats import foreign, huggingface, registry, run
+from reshard.formats.base import get_megatron_args
 from reshard.formats.dcp.directory import is_hf_shard
 from reshard.formats.pytorch.directory import NAME, find_torch_files, is_part
 from reshard.system.paths import as_path
@@ -30,6 +32,8 @@ _OF_RANKS = ("dataloader", "rng_state", "rng")  # of prime-rl, LLaMA-Factory and
 # XTuner keeps these beside the folder of the weights, the first as files of torch without a suffix.
 _OF_XTUNER = re.compile(r"lr_scheduler|dataloader|train_state\.json|trainer_config\.(json|bin)")
 _COPY = "hf_model"  # the folder of LLaMA-Factory's second copy of the weights (``save_ckpt_as_hf``)
+_AXES = {"tp": "tensor", "pp": "pipeline", "ep": "expert"}  # of Megatron's arguments
+_VERSION = "checkpoint_version"  # in every file of Megatron's
 _FOREIGN = {
     ".gguf": "GGUF (llama.cpp's)",
     ".onnx": "ONNX",
@@ -99,6 +103,27 @@ def _refuse_rank_files(location: Location, names: Iterable[str]) -> None:
             f"pass its directory: {location.path.parent}"
             if known
             else "it is not the whole model; if it is, pass --from torch",
+        )
+
+
+def refuse_parts_of_megatron(manifest: Manifest) -> None:
+    """Refuse files of Megatron's model-parallel ranks that are not in the ranks' folders.
+
+    Raises:
+        UnsupportedError: the arguments in such a file state several model-parallel ranks.
+    """
+    if manifest.origin.format not in registry.get_format(NAME).sources:
+        return
+    args = get_megatron_args(manifest)
+    sizes = {axis: args.get(f"{name}_model_parallel_size") for axis, name in _AXES.items()}
+    grid = [f"{axis} {size}" for axis, size in sizes.items() if type(size) is int and size > 1]
+    if grid and _VERSION in manifest.train.client:
+        raise UnsupportedError(
+            manifest.origin.path,
+            f"is the part of one of Megatron's model-parallel ranks: it states {', '.join(grid)}",
+            "put the files of all ranks into their folders mp_rank_* again, under the name"
+            " model_optim_rng.pt, and pass the directory above; if it is the whole model, pass"
+            " --from torch",
         )
 
 
