@@ -272,6 +272,16 @@ def test_one_rank_is_not_the_checkpoint(name):
         formats.read(RANKS / STEP / name)
 
 
+@pytest.mark.parametrize("name", ["model_optim_rng.pt", "stage.pt", "rank0.pt"])
+def test_a_rank_s_file_without_its_folder_is_not_a_model(tmp_path, name):
+    rank = DATA / "llama_tp2pp2" / "ckpt" / STEP / "mp_rank_00_001"
+    shutil.copy(rank / "model_optim_rng.pt", tmp_path / name)
+    for path in (tmp_path, tmp_path / name):
+        with pytest.raises(UnsupportedError, match=r"one of Megatron's .* states tp 2, pp 2"):
+            formats.read(path)
+    assert formats.read(tmp_path, force="torch").train.step == 3
+
+
 @pytest.mark.parametrize("name", [".metadata", "common.pt", "__0_0.distcp"])
 def test_a_file_of_torch_dist_stands_for_its_directory(name):
     assert formats.read(DIST / STEP / name).origin.format == "megatron"
@@ -595,6 +605,8 @@ def test_dense_and_expert_ranks_meet_where_experts_are_cut_otherwise():
     assert {args.get_expert_tensor_rank(tp, ep) for tp, ep in list_saving_ranks(args)} == {0}
     args.values["expert_model_parallel_size"] = 1
     assert list_saving_ranks(args) == [(0, 0), (1, 0)]  # core_v0.16.1 loads both, and saves one
+    args.values.update(tensor_model_parallel_size=4, expert_model_parallel_size=3)
+    assert list_saving_ranks(args) == [(0, 0), (3, 0), (1, 1), (2, 2)]  # by core_v0.18.0 on
 
 
 def test_nemo_s_keys_and_counters(monkeypatch):

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import reshard
+from reshard.errors import IncompleteError
 from tests.judged.expected import read_expected
 from tests.judges.megatron_judge import CASES
 
@@ -53,6 +54,7 @@ def test_every_tensor_is_megatron_s_own(megatron_case, case, form):
         assert manifest.train.step == expected["step"]
         frozen = {name: expected["params"][name] for name in expected["frozen"]}
         assert manifest.frozen == set(separate(frozen))
+        assert sum("frozen" in note for note in manifest.warnings) == bool(frozen)
         grouped = {fqn for group in manifest.train.param_groups for fqn in group.fqns}
         assert grouped == set(weights) - manifest.frozen
         assert set(manifest.train.optimizer_step.values()) == set(expected["steps"].values())
@@ -93,6 +95,19 @@ def test_folders_and_shapes_show_what_no_argument_states(
     if lacking:
         reshard.split(run, tmp_path / "out", to="megatron", tp=1)
         assert not reshard.diff(tmp_path / "out", run).unequal
+
+
+def test_ranks_that_older_versions_do_not_save_are_named(megatron_case, tmp_path):
+    """Before 0.18, only the ranks with the first copy of the experts saved their weights."""
+    run = shutil.copytree(megatron_case("mixtral_distopt_tp4ep2_etp1") / "torch", tmp_path / "run")
+    for folder in ("mp_rank_02_000", "mp_rank_03_001"):
+        (run / "iter_0000003" / folder / "model_optim_rng.pt").unlink()
+    with pytest.raises(
+        IncompleteError,
+        match=r"(?s)lacks the weights of mp_rank_02_000, mp_rank_03_001: of the 4 ranks .* only 2.*"
+        r"save with --ckpt-format torch_dist",
+    ):
+        reshard.open(run)
 
 
 def stored(checkpoint, kind, name):

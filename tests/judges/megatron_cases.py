@@ -292,6 +292,7 @@ _ROWS = [
     Case("mixtral_tp2ep2_sp", "mixtral", Grid(tp=2, dp=2, ep=2, sp=True)),
     Case("mixtral_pp2ep2", "mixtral", Grid(pp=2, dp=2, ep=2)),
     Case("mixtral_tp2ep4_etp1", "mixtral", Grid(tp=2, dp=2, ep=4, etp=1, sp=True), "fp32"),
+    Case("mixtral_distopt_tp4ep2_etp1", "mixtral", Grid(tp=4, ep=2, etp=1, sp=True), **SHARDED),
     Case("mixtral_distopt_ep2dp4", "mixtral", Grid(dp=4, ep=2), **SHARDED),
     Case("mixtral_grouped_ep2", "mixtral_grouped", Grid(dp=2, ep=2)),
     Case("mixtral_grouped_tp2", "mixtral_grouped", Grid(tp=2, sp=True)),

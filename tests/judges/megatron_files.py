@@ -73,7 +73,8 @@ def _save_legacy(run: Run, args: Namespace, base: Path) -> None:
     place.mkdir(exist_ok=True)
     if run.case.distributed:
         run.optimizer.save_parameter_state(str(place / "distrib_optim.pt"))
-    if mpu.get_expert_data_parallel_rank() == 0:
+    # Before core_v0.18.0 only ranks of the second kind: fewer files if TP exceeds EP x ETP.
+    if mpu.get_data_parallel_rank() == 0 or mpu.get_expert_data_parallel_rank() == 0:
         torch.save(_state(run, args, None), place / "model_optim_rng.pt")
 
 

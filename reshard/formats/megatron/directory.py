@@ -217,7 +217,7 @@ def find_ranks(location: Location, args: Arguments) -> dict[GridPosition, Locati
     second number of ``mp_rank_00_001`` is a stage or an expert rank: only the arguments tell which.
 
     Raises:
-        IncompleteError: a folder is missing.
+        IncompleteError: a folder is missing, or Megatron itself did not save every tensor rank.
         StaleError: there are folders of another grid.
         UnsupportedError: Megatron itself did not save every part of the experts.
     """
@@ -230,11 +230,19 @@ def find_ranks(location: Location, args: Arguments) -> dict[GridPosition, Locati
             "save with --ckpt-format torch_dist",
         )
     folders = list_rank_folders(location)
-    expected = {
-        GridPosition(pp, ep, tp).name_folder(pp=args.pp, ep=args.ep): GridPosition(pp, ep, tp)
-        for pp in range(args.pp)
-        for tp, ep in list_saving_ranks(args)
-    }
+    known = _name_positions(args, lcm(args.tp, args.etp * args.ep))
+    expected = _name_positions(args, _count_savers(args))
+    unsaved = expected.keys() - _name_positions(args, args.etp * args.ep).keys()
+    lost = [name for name in expected if name in unsaved and not _has_model(folders.get(name))]
+    if lost:
+        raise IncompleteError(
+            location,
+            f"lacks the weights of {some(lost, _LISTED)}: of the {args.tp} ranks that share each"
+            f" layer, Megatron-core before 0.18 saves only {args.etp * args.ep}, which have all"
+            " experts (expert tensor x expert parallel size)",
+            "save with --ckpt-format torch_dist, as no file has these weights; if a later version"
+            " saved them, copy the folders here",
+        )
     grid = ", ".join(
         f"{axis} {size}" for axis, size in (("tp", args.tp), ("pp", args.pp), ("ep", args.ep))
     )
@@ -246,7 +254,7 @@ def find_ranks(location: Location, args: Arguments) -> dict[GridPosition, Locati
             f" {some(missing, _LISTED)} {'is' if len(missing) == 1 else 'are'} missing",
             FETCH_MISSING,
         )
-    extra = [name for name in folders if name not in expected]
+    extra = [name for name in folders if name not in known]
     if extra:
         raise StaleError(
             location,
@@ -255,7 +263,22 @@ def find_ranks(location: Location, args: Arguments) -> dict[GridPosition, Locati
             "if the other folders are the run that you want, move these away",
         )
     return {
-        rank: folders[name] for name, rank in sorted(expected.items(), key=lambda item: item[1])
+        rank: folders[name]
+        for name, rank in sorted(known.items(), key=lambda item: item[1])
+        if name in folders
+    }
+
+
+def _has_model(folder: Location | None) -> bool:
+    return folder is not None and folder.find_first(_MODELS) is not None
+
+
+def _name_positions(args: Arguments, ranks: int) -> dict[str, GridPosition]:
+    """Return the positions of this many ranks of each pipeline stage, by name of their folder."""
+    return {
+        GridPosition(pp, ep, tp).name_folder(pp=args.pp, ep=args.ep): GridPosition(pp, ep, tp)
+        for pp in range(args.pp)
+        for tp, ep in _list_positions(args, ranks)
     }
 
 
@@ -270,15 +293,24 @@ def covers_experts(args: Arguments) -> bool:
 
 
 def list_saving_ranks(args: Arguments) -> list[tuple[int, int]]:
-    """Return the (tensor, expert) ranks of a pipeline stage whose parts make a whole model.
+    """Return the (tensor, expert) ranks of a pipeline stage whose parts make a whole model."""
+    return _list_positions(args, _count_savers(args))
 
-    The ranks with the first copy of the experts save (get_expert_data_parallel_rank). Dense layers
-    are assigned to ranks as tp-cp-dp, experts as etp-ep-edp (``core/parallel_state.py``). Where
-    fewer ranks share all experts than share a layer, Megatron-LM core_v0.16.1 needs a folder of
-    every tensor rank to load, although the others do not save one.
+
+def _count_savers(args: Arguments) -> int:
+    """Return how many ranks of a stage save: those with the first copy of a layer or of experts.
+
+    Megatron-LM before core_v0.18.0 saves only the ranks with the first copy of experts
+    (save_checkpoint), and needs the folders of all ranks to load.
     """
-    saving = args.etp * args.ep
-    if {r % args.tp for r in range(saving)} != set(range(args.tp)):
-        saving = lcm(args.tp, saving)
-    ranks = {(r % args.tp, r // args.etp % args.ep) for r in range(saving)}
-    return sorted(ranks, key=lambda rank: (rank[1], rank[0]))
+    return max(args.tp, args.etp * args.ep)
+
+
+def _list_positions(args: Arguments, ranks: int) -> list[tuple[int, int]]:
+    """Return the (tensor, expert) ranks of this many ranks of a pipeline stage.
+
+    Dense layers are assigned to ranks as tp-cp-dp, experts as etp-ep-edp
+    (``core/parallel_state.py``).
+    """
+    found = {(r % args.tp, r // args.etp % args.ep) for r in range(ranks)}
+    return sorted(found, key=lambda position: (position[1], position[0]))
