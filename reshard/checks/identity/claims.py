@@ -17,6 +17,7 @@ from pathlib import PurePath
 from reshard.core.manifest import Claim, SourceFile
 from reshard.core.stamps import FILE_NAME
 from reshard.system.paths import get_stem
+from reshard.units import counted
 
 _DIGITS = re.compile(r"\d+")
 
@@ -58,12 +59,17 @@ def _find_conflicts(files: Mapping[str, SourceFile], siblings: _Siblings) -> lis
 
 
 def _list_evidence(files: Mapping[str, SourceFile], siblings: _Siblings) -> list[str]:
-    counts: Counter[str] = Counter()
+    counts: dict[str, Counter[str]] = defaultdict(Counter)  # of each kind of evidence
     for file in files.values():
         for claim in file.claims:
             if claim.about != FILE_NAME or siblings.has_claimed_name(file, claim):
-                counts[f"{claim.about} agrees with {claim.evidence}"] += 1
-    return [f"{what} in {number} files" for what, number in counts.items() if number > 1]
+                counts[claim.about][claim.evidence] += 1
+    return [
+        f"{about} agrees with {evidence} in {counted(number, 'file')}"
+        for about, numbers in counts.items()
+        for evidence, number in numbers.items()
+        if numbers.total() > 1
+    ]
 
 
 def mask_digits(name: str) -> str:

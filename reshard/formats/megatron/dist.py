@@ -234,7 +234,7 @@ def _add_claims(
     about = location.files[directory.METADATA]
     of_common = loaded.files[str(path)]
     stated = Claim("iteration", str(named), "the directory that it was saved to")
-    claim = Claim("iteration", str(step), "its iteration")
+    claim = Claim("iteration", str(step), "its counter of iterations")
     return {
         **loaded.files,
         of_common.path: replace(of_common, claims=(*of_common.claims, claim)),
