@@ -16,7 +16,7 @@ from typing import Any
 from reshard.core.chunks import Chunk
 from reshard.core.manifest import MASTER, PARAM, Entry, Manifest, Origin, index_entries
 from reshard.core.schema import COUNT, expect, sequence
-from reshard.errors import CorruptError
+from reshard.errors import MIXED, CorruptError
 from reshard.formats.megatron import directory, grid, grouped, model
 from reshard.formats.megatron.arguments import Arguments
 from reshard.formats.megatron.directory import GridPosition
@@ -110,6 +110,7 @@ class FlatBuffers:
                 self._states[group] = values[0]
             elif match[2] == _UNPADDED:
                 self._unpadded[group] = values[0]
+        self._unread = {*self._buckets, *self._states}
 
     @property
     def _numbers(self) -> range:
@@ -140,7 +141,8 @@ class FlatBuffers:
         """Return every slot of the whole model.
 
         Raises:
-            CorruptError: a buffer is missing, or its buckets are not those of its parameters.
+            CorruptError: a buffer is missing, its buckets are not those of its parameters, or no
+                rank of the grid has it.
         """
         if not self._buckets and not self._states:
             return []
@@ -151,6 +153,15 @@ class FlatBuffers:
             for tp, ep in savers
             for rank in [GridPosition(pp, ep, tp)]
         }
+        unread = [group for _, group in self._unread]
+        if unread:
+            args = self._args
+            raise CorruptError(
+                self._path,
+                f"contains flat buffers of group {min(unread)}, but no rank of the grid that its"
+                f" arguments state (tp {args.tp}, pp {args.pp}, ep {args.ep}) has these",
+                MIXED,
+            )
         return list(grid.join_ranks(ranks, self._args, self._table).entries.values())
 
     def _read_rank(self, rank: GridPosition) -> Manifest:
@@ -163,6 +174,7 @@ class FlatBuffers:
             # A chain of optimizers ends with the experts'; a single one has all parameters.
             experts = number > 0 and number == len(shared) - 1
             group = numbers.start + number, self._get_group(rank, experts=experts)
+            self._unread.discard(group)
             if group in self._buckets and self._saves(rank, number):
                 entries += self._unpack(group, own, self._make_sample(rank))
             elif group in self._states and self._saves(rank, number):
