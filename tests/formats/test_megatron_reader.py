@@ -141,6 +141,7 @@ def test_metadata_of_another_iteration_is_refused(dist, tmp_path):
     about.write_bytes(about.read_bytes().replace(b"iter_0000003", b"iter_0000004"))
     with pytest.raises(CorruptError, match=r"iteration 4, but common\.pt says iteration 3"):
         reshard.merge(dist, tmp_path / "out")
+    assert {c.name: c.status for c in reshard.verify(dist).checks}["ranks"] == "failed"
 
 
 def test_a_directory_of_another_iteration_is_warned_of(dist):
@@ -311,6 +312,12 @@ def test_a_rank_of_another_step_is_named(ranks):
     with pytest.raises(
         CorruptError, match=r"mp_rank_00_001.*states iteration 7, but mp_rank_00_000 states 3"
     ):
+        formats.read(ranks)
+
+
+def test_a_rank_of_another_run_is_named(ranks):
+    change(ranks / STEP / "mp_rank_00_001" / "model_optim_rng.pt", seed=5)
+    with pytest.raises(CorruptError, match=r"mp_rank_00_001.*states seed 5, but mp_rank_00_000"):
         formats.read(ranks)
 
 

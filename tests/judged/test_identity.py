@@ -13,6 +13,7 @@ from click.testing import CliRunner
 import reshard
 from reshard import formats
 from reshard.checks.identity import check_identity
+from reshard.checks.identity.claims import find_conflicts
 from reshard.checks.identity.counters import find_counter_conflicts
 from reshard.cli import cli
 from reshard.core.manifest import MASTER
@@ -96,7 +97,7 @@ def test_seeds_identify_tensor_parallel_ranks_without_arguments(megatron, tmp_pa
         check_identity(formats.read(megatron))
 
 
-def test_the_final_norm_identifies_the_last_pipeline_stage(megatron):
+def test_lists_of_parameters_identify_the_first_and_last_pipeline_stages(megatron):
     files = sorted(megatron.rglob("model_optim_rng.pt"))
     for path in files:
         state = torch.load(path, weights_only=False)
@@ -104,7 +105,10 @@ def test_the_final_norm_identifies_the_last_pipeline_stage(megatron):
         torch.save(state, path)
     exchange(files[0], files[1])
     exchange(files[2], files[3])
-    with pytest.raises(CorruptError, match="states that the pipeline stage is the last"):
+    found = find_conflicts(formats.read(megatron).files)
+    assert len(found) == len(files)
+    assert "states that the first pipeline stage is another, but this one is" in found[0].problem
+    with pytest.raises(CorruptError, match="is expected at this path"):
         check_identity(formats.read(megatron))
 
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import reshard
-from reshard.errors import IncompleteError
+from reshard.errors import CorruptError, IncompleteError
 from tests.judged.expected import read_expected
 from tests.judges.megatron_judge import CASES
 
@@ -107,6 +107,45 @@ def test_ranks_that_older_versions_do_not_save_are_named(megatron_case, tmp_path
         match=r"(?s)lacks the weights of mp_rank_02_000, mp_rank_03_001: of the 4 ranks .* only 2.*"
         r"save with --ckpt-format torch_dist",
     ):
+        reshard.open(run)
+
+
+@pytest.mark.parametrize(
+    ("case", "moved", "text"),
+    [
+        ("llama_uneven", {"0": "1", "1": "0"}, "first pipeline stage"),
+        ("llama_uneven", {"1": "2", "2": "1"}, "last pipeline stage"),
+        ("llama_uneven", {"1": "2"}, "checksums states that .* is mp_rank_00_001"),
+    ],
+)
+def test_files_of_other_stages_are_refused(megatron_case, tmp_path, case, moved, text):
+    """Without args.rank: a stage between the others has no embedding and no final norm."""
+    saved = megatron_case(case) / "torch"
+    run = shutil.copytree(saved, tmp_path / "run")
+    for source, destination in moved.items():
+        path = "iter_0000003/mp_rank_00_00{}/model_optim_rng.pt"
+        shutil.copy(saved / path.format(source), run / path.format(destination))
+    with pytest.raises(CorruptError, match=text):
+        reshard.merge(run, tmp_path / "out")
+    checks = {check.name: check for check in reshard.verify(run).checks}
+    assert checks["ranks"].status == "failed"
+
+
+def test_the_buffers_of_experts_are_not_left_out(megatron_case, tmp_path):
+    run = shutil.copytree(megatron_case("mixtral_distopt_ep2dp4") / "torch", tmp_path / "run")
+    (run / "iter_0000003" / "mp_rank_00_001" / "distrib_optim.pt").unlink()
+    with pytest.raises(IncompleteError, match=r"mp_rank_00_001: distrib_optim.pt is missing"):
+        reshard.open(run)
+
+
+def test_buffers_of_another_grid_are_refused(megatron_case, tmp_path):
+    """They are stored apart, so those of the second stage would seem to be frozen."""
+    run = shutil.copytree(
+        megatron_case("llama_fp32_distopt_pp2dp2") / "torch_dist", tmp_path / "run"
+    )
+    other = megatron_case("llama_fp16_distopt_dp2") / "torch_dist"
+    shutil.copy(other / "iter_0000003" / "common.pt", run / "iter_0000003" / "common.pt")
+    with pytest.raises(CorruptError, match=r"buffers of group 1, .* state \(tp 1, pp 1, ep 1\)"):
         reshard.open(run)
 
 

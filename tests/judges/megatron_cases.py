@@ -254,7 +254,7 @@ _ROWS = [
     Case("llama_tp2pp2", "llama", Grid(tp=2, pp=2), "fp32", adam="torch"),
     Case("llama_pp2vpp2", "llama", Grid(pp=2, vpp=2), "fp32"),
     Case("llama_tp2pp2vpp2", "llama", Grid(tp=2, pp=2, vpp=2)),
-    Case("llama_uneven", "llama", Grid(pp=2, first=1)),
+    Case("llama_uneven", "llama", Grid(pp=3, first=2)),
     Case("llama_vpp_layout", "llama", Grid(pp=2, vpp=2, layout="E|tt|t|tL"), "fp32"),
     Case("llama_mtp_pp4", "llama_mtp", Grid(pp=4, layout="Ett|t|tm|L"), "fp32"),
     Case("llama_mtp_distopt", "llama_mtp", Grid(pp=4, layout="Ett|t|tm|L"), **SHARDED),

@@ -52,7 +52,9 @@ from reshard.system.paths import as_path
 from reshard.system.threads import map_files_by_key
 
 _FINAL_NORM = re.compile(r"(?!mtp\.)(.*\.)?final_(layer)?norm\.")
-_EMBEDDING = re.compile(r"(^|\.)word_embeddings\.")
+_EMBEDDING = re.compile(r"(.*\.)?word_embeddings\.")
+_ENCODERS = ("decoder_num_layers", "pipeline_model_parallel_split_rank")  # arguments of T5
+_CHECKSUMS = "a comparison of checksums"
 _SEED, _SEED_BYTES = "the seed of its random states", 8
 _LAYER_WISE = (
     "each data-parallel rank has the states of some layers, in its own layer_wise_optimizer_N.pt"
@@ -91,7 +93,8 @@ def read(location: Location, table: Table) -> Manifest:
     if distributed and not flat and opened[min(opened)].root.get("optimizer"):
         missing = f"no rank has {directory.OPTIMIZER}"
         notes.append(f"{missing}: the checkpoint lacks the optimizer's state")
-    whole = replace(whole, warnings=tuple(notes))
+    files = {**whole.files, **_add_claims(opened, args)}
+    whole = replace(whole, files=files, warnings=tuple(notes))
     chunks = [chunk for file in opened.values() for chunk in file.chunks]
     misplaced = next(filter(None, (order.find_misplaced(chunk.params) for chunk in chunks)), None)
     found = {
@@ -150,6 +153,7 @@ def _check_ranks(opened: Mapping[GridPosition, RankFile], args: Arguments) -> No
         for what, value, expected in (
             ("iteration", file.root.get("iteration"), first.root.get("iteration")),
             ("checkpoint_version", file.version, first.version),
+            ("seed", file.args.values.get("seed"), first.args.values.get("seed")),
             *((axis, getattr(file.args, axis), getattr(first.args, axis)) for axis in _AXES),
         ):
             if value != expected:
@@ -166,13 +170,21 @@ def _check_ranks(opened: Mapping[GridPosition, RankFile], args: Arguments) -> No
             )
         _check_position(rank, file, args)
     # Among ranks with the same dense layers, only the first always has the file; the others have
-    # one only if their experts are in buffers.
+    # one only if their experts are in buffers, whose optimizer is then the second of a chain.
     first_ep: dict[tuple[int, int], int] = {}
     for rank in opened:
         key = rank.tp, rank.pp
         first_ep[key] = min(rank.ep, first_ep.get(key, rank.ep))
     has_flat = any(file.flat is not None for file in opened.values())
-    lacking = [f for r, f in opened.items() if f.flat is None and r.ep == first_ep[r.tp, r.pp]]
+    lacking = [
+        file
+        for rank, file in opened.items()
+        if file.flat is None
+        and (
+            rank.ep == first_ep[rank.tp, rank.pp]
+            or len(forms.list_states(file.root.get("optimizer"))) > 1
+        )
+    ]
     if has_flat and lacking:
         raise IncompleteError(
             as_path(lacking[0].path).parent,
@@ -197,31 +209,69 @@ def _check_position(rank: GridPosition, file: RankFile, args: Arguments) -> None
         )
 
 
-def _add_claims(rank: GridPosition, file: RankFile, args: Arguments) -> dict[str, SourceFile]:
-    """Return the file with the weights, with what it states about its rank."""
-    source = file.files[0].source()
-    claims = [*_claim_stage(rank, file, args), *_claim_seeds(rank, file, args)]
-    return {source.path: replace(source, claims=(*source.claims, *claims))}
+def _add_claims(opened: Mapping[GridPosition, RankFile], args: Arguments) -> dict[str, SourceFile]:
+    """Return the files with the weights, with what each states about its rank."""
+    claims = {rank: list(_claim_seeds(rank, file, args)) for rank, file in opened.items()}
+    for rank, claim in chain(_claim_contents(opened), _claim_stages(opened, args)):
+        claims[rank].append(claim)
+    found = {}
+    for rank, file in opened.items():
+        source = file.files[0].source()
+        found[source.path] = replace(source, claims=(*source.claims, *claims[rank]))
+    return found
 
 
-def _claim_stage(rank: GridPosition, file: RankFile, args: Arguments) -> Iterator[Claim]:
-    """Yield the claim of a file that has the final norm, or lacks it, about its pipeline stage.
+def _claim_contents(
+    opened: Mapping[GridPosition, RankFile],
+) -> Iterator[tuple[GridPosition, Claim]]:
+    """Yield the claim of each file with checksums about the rank that saved its tensors.
 
-    Only the last stage has the norm, unless it has no layers but those of multi-token prediction.
-
-    Source: Megatron-LM core_v0.16.1 ``core/transformer/transformer_block.py``
-    (``has_final_layernorm_in_this_stage``), ``megatron/model/transformer.py`` of 2.x
-    (``post_process``).
+    Ranks with the same dense layers may have equal files, and so may stages of a model that has not
+    been trained since its layers were copied, but no others.
     """
-    params = [name for chunk in file.chunks for name in chunk.params]
-    # In a model with other names no stage would have the norm, so a file must show a known name.
-    is_known = any(_FINAL_NORM.match(name) or _EMBEDDING.search(name) for name in params)
+    first_with: dict[tuple[Any, ...], GridPosition] = {}
+    for rank, file in sorted(opened.items()):
+        source = file.files[0].source()
+        if not (source.has_checksums and file.root.get("optimizer")):
+            continue
+        first = first_with.setdefault(tuple((r.nbytes, r.crc32) for r in source.records), rank)
+        saver = rank if (rank.tp, rank.pp) == (first.tp, first.pp) else first
+        own, stated = (as_path(opened[each].path).parent.name for each in (rank, saver))
+        yield rank, Claim("rank that saved its tensors", stated, _CHECKSUMS, own)
+
+
+def _claim_stages(
+    opened: Mapping[GridPosition, RankFile], args: Arguments
+) -> Iterator[tuple[GridPosition, Claim]]:
+    """Yield the claims of each file that follow from what one pipeline stage alone has.
+
+    The first stage has the embedding, unless an encoder or layers of multi-token prediction (MTP)
+    on another stage have one, too. The last stage has the final norm, unless it has no layers but
+    those of MTP.
+
+    Source: Megatron-LM core_v0.16.1 ``core/models/gpt/gpt_model.py`` (``pre_process``),
+    ``core/transformer/transformer_block.py`` (``has_final_layernorm_in_this_stage``),
+    ``megatron/model/transformer.py`` of 2.x (``post_process``).
+    """
     counts = list(chain.from_iterable(args.list_layers())) if args.mtp else [1]
-    if args.pp > 1 and is_known and find_norm(counts, mtp=args.mtp > 0) == len(counts) - 1:
-        has_norm = any(map(_FINAL_NORM.match, params))
-        stages = {False: "one before the last", True: "the last"}
-        expected = stages[rank.pp == args.pp - 1]
-        yield Claim("pipeline stage", stages[has_norm], "its list of parameters", expected)
+    ends_model = find_norm(counts, mtp=args.mtp > 0) == len(counts) - 1
+    begins_model = not args.mtp and not any(map(args.values.get, _ENCODERS))
+    for about, pattern, stage, applies in (
+        ("first pipeline stage", _EMBEDDING, 0, begins_model),
+        ("last pipeline stage", _FINAL_NORM, args.pp - 1, ends_model),
+    ):
+        having = {
+            rank
+            for rank, file in opened.items()
+            if any(pattern.match(name) for chunk in file.chunks for name in chunk.params)
+        }
+        if args.pp == 1 or not applies or not having:  # a model with other names has none
+            continue
+        for rank in opened:
+            stated, expected = (
+                "this one" if held else "another" for held in (rank in having, rank.pp == stage)
+            )
+            yield rank, Claim(about, stated, "its list of parameters", expected)
 
 
 def _claim_seeds(rank: GridPosition, file: RankFile, args: Arguments) -> Iterator[Claim]:
@@ -356,7 +406,7 @@ def _read_rank(
     return Manifest(
         origin=Origin("megatron", file.path),
         entries=index_entries(grouped.reorder_heads(separated, file.version, args)),
-        files={each.path: each.source() for each in file.files} | _add_claims(rank, file, args),
+        files={each.path: each.source() for each in file.files},
         # Arguments that were inferred alone are not those of the run.
         train=train.make_train_state(
             file.root, args if file.args.values else file.args, state, experts
