@@ -1,8 +1,9 @@
 """Known defects of engines that load checkpoints: what they lose of files that are correct.
 
 `split`, `verify` and `resume-check` consult this table. A row is reported if the engine loads a
-checkpoint of this form wrongly. Files seldom state which version will load them: a row without
-``fixed`` is always reported, a row with it only if an older version is installed.
+checkpoint of this form wrongly, or goes on from it in another way than from the source. Files
+seldom state which version will load them: a row without ``fixed`` is always reported, a row with
+it only if an older version is installed.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import PurePath
 
-from reshard.core.manifest import Manifest
+from reshard.core.manifest import Manifest, Origin
 from reshard.formats.target_options import FsdpVersion
 
 # Formats whose files of FSDP are loaded by Accelerate's functions.
@@ -26,12 +27,18 @@ class LoadedForm:
         format: the name of the format, or of the target.
         has_optimizer: whether there is any optimizer state to lose.
         fsdp: version of FSDP in the program that loads it; None if that is unknown.
+        source: the checkpoint whose optimizer state it has; None if it is not an output.
+        zero_stage: stage of DeepSpeed's optimizer that loads it; None without DeepSpeed.
+        precision: torch's name of the dtype of the module's parameters.
     """
 
     format: str
     names: Sequence[str]
     has_optimizer: bool
     fsdp: FsdpVersion | None = None
+    source: Origin | None = None
+    zero_stage: int | None = None
+    precision: str = ""
 
 
 def describe_form(manifest: Manifest) -> LoadedForm:
@@ -104,6 +111,18 @@ def _is_local(form: LoadedForm) -> bool:
     return any(PurePath(name).name.startswith("pytorch_model_fsdp_rank") for name in form.names)
 
 
+def _scales_only_one(form: LoadedForm) -> bool:
+    """Return whether either the source or the output, not both, is fp16 at DeepSpeed's stage 0."""
+    if form.source is None or not form.has_optimizer:
+        return False
+    of_source = form.source.zero_stage == 0 and form.source.precision == "float16"
+    version = form.source.versions.get("deepspeed", "")
+    if of_source and version and _parse_version(version) < _UNSCALED_SINCE:
+        return False
+    return of_source != (form.zero_stage == 0 and form.precision == "float16")
+
+
+_UNSCALED_SINCE = (0, 18, 3)
 TABLE = (
     Defect(
         engine="accelerate",
@@ -135,5 +154,16 @@ TABLE = (
         " opens them with weights_only=True, which rejects ShardedTensor",
         remedy="write --state-dict-type full, or sharded for FSDP 2",
         source="utils/fsdp_utils.py, load_fsdp_model; tests/judged/test_accelerate.py",
+    ),
+    Defect(
+        engine="deepspeed",
+        checked="0.18.3, 0.19.8",
+        concerns=_scales_only_one,
+        effect="in fp16 at stage 0, engine.backward does not multiply the loss by the loss scale,"
+        " by which the optimizer divides the gradients, so that moments of this stage are smaller"
+        " than those of the others: the next updates differ from those of the unbroken run",
+        remedy="keep the stage, or begin with a new Adam: --init-optimizer zeros",
+        source="runtime/engine.py, backward: isinstance(self.optimizer, ZeROOptimizer);"
+        " tests/judged/test_split_deepspeed.py",
     ),
 )

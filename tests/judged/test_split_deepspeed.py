@@ -267,6 +267,22 @@ def test_deepspeed_resumes_from_it(run, resumed, made):
     assert_goes_on(run, resumed[run], made)
 
 
+@pytest.mark.parametrize(
+    ("case", "stage", "is_told"),
+    [
+        ("z0_fp16", 1, True),
+        ("z1_fp16", 0, True),
+        ("z0_fp16", 0, False),
+        ("z1_fp16", 2, False),
+        ("z0_bf16", 1, False),
+    ],
+)
+def test_moments_without_the_loss_scale_are_warned_of(made, tmp_path, case, stage, is_told):
+    report = reshard.split(run_of(case, made), tmp_path / "out", zero_stage=stage)
+    found = [text for text in report.warnings if "not multiply the loss by the loss scale" in text]
+    assert len(found) == is_told
+
+
 class _Stub:
     """Any class of DeepSpeed's, as torch.load needs one."""
 

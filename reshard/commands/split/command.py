@@ -147,7 +147,15 @@ def _plan(
     report.notes = [*layout.notes, *([] if layout.copied else report.notes)]
     names = [file.name for file in skeleton.files]
     report.warnings += engines.describe_defects(
-        engines.LoadedForm(writer.name, names, bool(state.groups), request.live_fsdp)
+        engines.LoadedForm(
+            writer.name,
+            names,
+            bool(state.groups),
+            request.live_fsdp,
+            source=manifest.origin if state.has_stored_slots else None,
+            zero_stage=request.zero_stage if writer.writes_zero(request) else None,
+            precision=str(request.dtype or manifest.origin.precision),
+        )
     )
     checks = (skeleton, state, conversion.naming or Naming(manifest), options)
 
