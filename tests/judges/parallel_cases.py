@@ -18,8 +18,9 @@ class Case:
     """One run.
 
     Attributes:
-        kind: pipeline (PipelineModule), mpu (a module and ranks of its own), experts (the same
-            with a mixture of experts), autotp (a Llama of transformers that DeepSpeed cuts).
+        kind: pipeline (PipelineModule), mpu (a module and ranks of its own), experts (either of
+            these, by the number of stages, with a mixture of experts), autotp (a Llama of
+            transformers that DeepSpeed cuts).
         ep: ranks that share the experts of a layer.
         cuts_experts: whether tensor-parallel ranks share each expert too
             (``enable_expert_tensor_parallelism``).
@@ -61,11 +62,16 @@ class Case:
         return self.tp * self.pp * self.dp
 
     @property
+    def is_pipeline(self) -> bool:
+        """Return whether the model is a PipelineModule."""
+        return self.kind == "pipeline" or self.pp > 1
+
+    @property
     def config(self) -> dict[str, Any]:
         """Return the config of DeepSpeed."""
         return {
             "train_batch_size": 8,
-            "gradient_accumulation_steps": 2 if self.kind == "pipeline" else 1,
+            "gradient_accumulation_steps": 2 if self.is_pipeline else 1,
             "gradient_clipping": 1.0,
             "optimizer": {"type": "AdamW", "params": {"lr": 1e-2, "torch_adam": True}},
             "zero_optimization": {"stage": self.stage},
@@ -113,6 +119,8 @@ CASES = {
         Case("cut_experts1_z2", "experts", tied=False, tp=2, dp=2, stage=2, cuts_experts=True),
         Case("experts2_frozen_z0", "experts", tied=False, tp=2, dp=2, ep=2, stage=0, frozen=True),
         Case("experts2_frozen_z1", "experts", tied=False, tp=2, dp=2, ep=2, frozen=True),
+        Case("experts_pp2_z0", "experts", tied=False, pp=2, stage=0, patterns=False),
+        Case("experts_pp2_z1", "experts", tied=False, pp=2, dp=2, ep=2, patterns=False),
         Case("autotp2_z0_fp32", "autotp", tied=False, tp=2, stage=0, precision="fp32"),
         Case("autotp2_z1", "autotp", tied=False, tp=2, dp=2),
         Case("autotp2_z2_fp32", "autotp", tied=False, tp=2, dp=2, stage=2, precision="fp32"),

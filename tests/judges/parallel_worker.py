@@ -100,7 +100,7 @@ def start(case: Case) -> Any:
     model: nn.Module
     if case.kind == "autotp":
         model = autotp.model(case)
-    elif case.kind == "pipeline":
+    elif case.is_pipeline:
         model = PipelineModule(
             specs(case),
             topology=topology if case.tp > 1 else None,
@@ -126,7 +126,8 @@ def specs(case: Case) -> list[Any]:
         head = [
             TiedLayerSpec("embed", models.Embedding, forward_fn=models.tied_logits, **attribute)
         ]
-    blocks = [LayerSpec(models.Block, n, frozen=case.frozen and not n) for n in range(BLOCKS)]
+    described = [_describe_block(case, n) for n in range(BLOCKS)]
+    blocks = [LayerSpec(kind, n, **options) for n, (kind, options) in enumerate(described)]
     gain = TiedLayerSpec("gain", models.Gain, tied_weight_attr="gain")
     if case.lone:
         blocks = [gain, *blocks]
@@ -140,20 +141,24 @@ def layers(case: Case) -> Iterator[nn.Module]:
     """Build a pipeline's layers."""
     yield models.Embedding()
     for n in range(BLOCKS):
-        if case.kind != "experts":
-            yield models.Block(n, frozen=case.frozen and not n)
-            continue
-        rank = dist.get_rank() // case.tp if case.cuts_experts else dist.get_rank()
-        yield models.ExpertBlock(
-            n,
-            count=EXPERT_COUNTS[n],
-            sharing=case.ep,
-            first=rank % case.ep * EXPERT_COUNTS[n] // case.ep,
-            cut=case.cuts_experts,
-            frozen={0: "", 1: "down.bias"}.get(n) if case.frozen else None,
-        )
+        kind, options = _describe_block(case, n)
+        yield kind(n, **options)
     yield models.Norm("last")
     yield models.Head()
+
+
+def _describe_block(case: Case, n: int) -> tuple[type[models.Block], dict[str, Any]]:
+    """Return the class of a block of this case, and what it is built with beside its number."""
+    if case.kind != "experts":
+        return models.Block, {"frozen": case.frozen and not n}
+    rank = dist.get_rank() // case.tp if case.cuts_experts else dist.get_rank()
+    return models.ExpertBlock, {
+        "count": EXPERT_COUNTS[n],
+        "sharing": case.ep,
+        "first": rank % case.ep * EXPERT_COUNTS[n] // case.ep,
+        "cut": case.cuts_experts,
+        "frozen": {0: "", 1: "down.bias"}.get(n) if case.frozen else None,
+    }
 
 
 def _param_groups(case: Case, model: nn.Module) -> Any:
@@ -174,9 +179,9 @@ def step(engine: Any, case: Case, number: int) -> float:
         ids = models.batch(number).chunk(case.dp)[autotp.data_rank()]
         return _update(engine, engine(input_ids=ids, labels=ids).loss)
     data = engine.mpu if hasattr(engine, "mpu") and engine.mpu is not None else None
-    grid = engine.grid if case.kind == "pipeline" else data
+    grid = engine.grid if case.is_pipeline else data
     ids = models.batch(number).chunk(case.dp)[grid.get_data_parallel_rank()]
-    if case.kind == "pipeline":
+    if case.is_pipeline:
         halves = ids.chunk(2)
         return float(engine.train_batch(data_iter=iter([(half, half) for half in halves])))
     return _update(engine, engine(ids))

@@ -38,7 +38,7 @@ def read(files: TagFiles, first: ModelStates, rules: Path | None = None) -> Mani
     Raises:
         IncompleteError: a rank's or a layer's file is missing.
         CorruptError: the files contradict each other.
-        UnsupportedError: experts together with a pipeline.
+        UnsupportedError: experts in a pipeline that also has tensor-parallel ranks.
         UsageError: nothing says how tensor-parallel ranks share a parameter.
     """
     others = [rank for number, rank in sorted(files.ranks.items()) if number]

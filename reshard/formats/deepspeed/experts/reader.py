@@ -48,7 +48,7 @@ def read(files: TagFiles, first: ModelStates) -> Manifest:
     refuse(files, first)
     experts = open_experts(files, first)
     module = insert_experts(first, experts)
-    lacks_lists = bool(files.ranks[0].optim) and "param_shapes" not in first.root
+    lacks_lists = bool(files.ranks[0].optim) and not first.root.get("param_shapes")
     if lacks_lists:
         first = lists.complete(first, files.ranks[0], module)
     if files.expert_optim:

@@ -1,5 +1,7 @@
-"""Read a mixture of experts in a run with tensor-parallel ranks.
+"""Read a mixture of experts in a run with tensor-parallel ranks, or with pipeline stages.
 
+The files of a pipeline stage with experts are those of a run without a pipeline: its modules are in
+the model states and not in a file for each layer, and its layers with experts count from 0.
 With ``enable_expert_tensor_parallelism``, tensor-parallel ranks share each expert: the files of
 each of them are those of a run with experts. Without it, every rank has its experts whole, and
 expert-parallel groups span tensor-parallel ranks: rank ``data * tensor + t`` of all ranks has the
@@ -41,7 +43,7 @@ class TensorRanks:
     """The state of a run with experts.
 
     Args:
-        ranks: what each tensor-parallel rank has a part of.
+        ranks: what each tensor-parallel rank has a part of, or each stage.
         experts: the experts, if ranks have them whole.
         module: the names of the module with all experts, in order.
         counts: the experts of each layer.
@@ -57,7 +59,8 @@ class TensorRanks:
     def finish(self, joined: Manifest) -> Manifest:
         """Return the joined state with what is known of the experts alone."""
         if self.experts is None:
-            size, shares = self.ranks[0].origin.mesh["ep"], joined.origin.mesh["tp"]
+            size = max(rank.origin.mesh["ep"] for rank in self.ranks)
+            shares = joined.origin.mesh["tp"]
         else:
             joined = reader.sort_by_module(joined, self.module, self.counts, self.sizes)
             size, shares = max(self.sizes.values()), 1
@@ -66,7 +69,7 @@ class TensorRanks:
 
 
 def read(files: TagFiles, firsts: Sequence[ModelStates], tensor: int) -> TensorRanks:
-    """Read what the tensor-parallel ranks hold.
+    """Read what the tensor-parallel ranks hold, or the stages of a pipeline.
 
     Args:
         firsts: the model states of each model-parallel rank.
@@ -75,15 +78,18 @@ def read(files: TagFiles, firsts: Sequence[ModelStates], tensor: int) -> TensorR
     Raises:
         IncompleteError: an expert's or a rank's file is missing.
         CorruptError: the files contradict each other.
-        UnsupportedError: experts of a pipeline; ranks in another order than that of Megatron; whole
-            experts of DeepSpeed before 0.19.
+        UnsupportedError: experts of a pipeline with tensor-parallel ranks, or with a stage without
+            experts; ranks in another order than that of Megatron; whole experts of DeepSpeed before
+            0.19.
     """
-    if files.layers or len(firsts) > tensor:
+    has_stages = len(firsts) > tensor
+    if files.layers or (has_stages and tensor > 1):
         raise UnsupportedError(
             files.location,
-            "contains experts of a pipeline-parallel run, which reshard does not read yet",
+            "contains experts of a pipeline-parallel run, which reshard reads only if every stage"
+            " has some, and no tensor-parallel ranks",
         )
-    if any(len(ranks) > 1 for ranks in files.experts.values()):
+    if has_stages or any(len(ranks) > 1 for ranks in files.experts.values()):
         parts = [reader.read(files.select(number), first) for number, first in enumerate(firsts)]
         return TensorRanks(parts)
     return _read_whole_experts(optimizers.leave_out_repeated(files), firsts)

@@ -150,6 +150,13 @@ def cut_state(state: WritableState, options: GridOptions) -> ModelGrid:
     _refuse_round_robin(state)
     refuse_non_elementwise_slots(state, "no file states how model-parallel ranks share it")
     layers = list_layers(manifest)
+    if sizes.pipeline > 1 and has_experts(state):
+        raise UsageError(
+            f"--pp {sizes.pipeline}",
+            f"{manifest.origin.path} contains experts, which reshard does not write for several"
+            " pipeline stages",
+            "pass --pp 1, whose output a PipelineModule of one stage loads, or another --to",
+        )
     if sizes.pipeline > 1 and not layers:
         raise UsageError(
             f"--pp {sizes.pipeline}",
