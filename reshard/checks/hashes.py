@@ -11,7 +11,7 @@ from __future__ import annotations
 import hashlib
 import itertools
 import json
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -25,7 +25,7 @@ from reshard.core.dtypes import BFLOAT16, FLOAT16, FLOAT32, DType
 from reshard.core.manifest import Entry, Key, Manifest, Origin, ParamGroup, TrainState
 from reshard.errors import CorruptError, UsageError
 from reshard.system.files import read_small_file
-from reshard.units import counted, shorten
+from reshard.units import counted, shorten, some
 from reshard.version import __version__
 
 SCHEMA = 1
@@ -278,11 +278,17 @@ def _train_from_json(document: Mapping[str, Any]) -> TrainState:
 
 
 def check_against(
-    manifest: Manifest, listed: Contents, digests: Mapping[Key, Mapping[Digest, str]]
+    manifest: Manifest,
+    listed: Contents,
+    digests: Mapping[Key, Mapping[Digest, str]],
+    ignored: Callable[[str], bool],
 ) -> Check:
     """Check that a checkpoint has the contents that a manifest lists.
 
     If one side has no optimizer, only weights are compared, which is not a failure.
+
+    Args:
+        ignored: whether a value of the train state, by its name, may differ.
     """
     matched = list(_match(manifest, listed))
     check = Check(names.AGAINST, "")
@@ -303,7 +309,7 @@ def check_against(
     if narrow:
         check.looked_at += f", {len(narrow)} as cast"
     if both:
-        _compare_train(manifest, listed, check)
+        _compare_train(manifest, listed, check, ignored)
     elif listed.has_optimizer or manifest.has_optimizer:
         check.looked_at += "; weights alone, as one side has no optimizer"
     return check
@@ -358,10 +364,16 @@ def _describe_difference(content: Content, entry: Entry, digests: Mapping[Digest
     return ""
 
 
-def _compare_train(manifest: Manifest, listed: Contents, check: Check) -> None:
+def _compare_train(
+    manifest: Manifest, listed: Contents, check: Check, ignored: Callable[[str], bool]
+) -> None:
     here = replace(manifest, train=_round_trip(manifest.train))
     there = Manifest(Origin("manifest", ""), {}, {}, train=listed.train, ordered=False)
+    left_out = []
     for value in train.find_differences(here, there):
+        if ignored(value.name):
+            left_out.append(value.name)
+            continue
         name = value.name.split(":")[0]
         is_minor = name in _LOCAL or (name in _OPTIONAL and bool(value.only))
         shown = (
@@ -371,3 +383,5 @@ def _compare_train(manifest: Manifest, listed: Contents, check: Check) -> None:
         )
         (check.warnings if is_minor else check.failures).append(shown)
     check.looked_at += ", steps, groups, scheduler, scaler"
+    if left_out:
+        check.looked_at += f"; differs, but ignored: {some(left_out)}"

@@ -145,6 +145,18 @@ def test_another_run_is_not_what_a_manifest_lists(made, listed):
     assert any("other contents" in text for text in check.failures)
 
 
+def test_values_of_another_number_of_processes_are_left_out(libraries, tmp_path):
+    """Accelerate counts the steps of a scheduler for each process."""
+    source, listed = libraries / "acc_fsdp2_sharded/ckpt", tmp_path / "listed.json"
+    reshard.verify(source, write_manifest=listed)
+    reshard.split(source, tmp_path / "out", world_size=3, rng="derive")
+    check = reshard.verify(tmp_path / "out", against=listed, ignore=["^rng$"]).check("against")
+    assert [text.split()[0] for text in check.failures] == ["scheduler"]
+    assert (check.looked_at.split("; ")[1], check.warnings) == ("differs, but ignored: rng", [])
+    ignored = ["^rng$", "^scheduler$"]
+    assert reshard.verify(tmp_path / "out", against=listed, ignore=ignored).passed
+
+
 def test_the_command_line(made, tmp_path):
     def run(*arguments):
         return run_reshard("verify", *arguments)

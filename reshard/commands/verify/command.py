@@ -176,8 +176,8 @@ def _run_deep_checks(
     report.bytes_read = seen.bytes_read
     patterns = keys.compile_patterns(options.ignore, "--ignore")
 
-    def is_ignored(fqn: str) -> bool:
-        return any(pattern.search(fqn) for pattern in patterns)
+    def is_ignored(name: str) -> bool:
+        return any(pattern.search(name) for pattern in patterns)
 
     report.checks += [
         deep.check_crc(manifest, seen),
@@ -188,7 +188,7 @@ def _run_deep_checks(
         deep.check_finite(manifest, seen, is_ignored),
         deep.check_moments(manifest, seen, is_ignored),
         deep.check_zeros(manifest, seen, is_ignored),
-        hashes.check_against(manifest, listed, seen.digests)
+        hashes.check_against(manifest, listed, seen.digests, is_ignored)
         if listed
         else not_applicable(names.AGAINST, "--against is not given"),
     ]

@@ -43,7 +43,8 @@ class VerifyOptions(ReadOptions):
     )
     ignore: Sequence[str] = _checked(
         (),
-        "Accept any values (NaN, infinities, zeros) in tensors with a matching name.",
+        "Accept any values (NaN, infinities, zeros) in tensors with a matching name, and with"
+        " --against other values of the train state, e.g. rng or scheduler.",
         metavar="REGEX",
     )
 
