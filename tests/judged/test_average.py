@@ -59,6 +59,8 @@ def test_a_mixture_of_layouts_is_the_mean_of_torch(mixed, tmp_path, dtype):
     assert_equal(out, {name: mean_of(weights, name).to(cast) for name in weights[0]})
     assert report.means == len(weights[0])
     assert [each["step"] for each in report.sources] == [None, 2, 4, 6]
+    evidence = [line for line in report.lines() if line.startswith("identity")]
+    assert sum(int(line.split()[1]) for line in evidence) == 4
 
 
 @pytest.mark.parametrize("dtypes", [["bfloat16"] * 3, ["float16"] * 3, ["bfloat16", "float16"]])
@@ -212,6 +214,7 @@ def test_what_is_refused(sequences_made, tag, tmp_path):
         assert not out.exists()
 
     a, b, hf = tag("z1_bf16", 2), tag("z1_bf16", 4), tag("hf", 2)
+    refuses(UsageError, "the mean is not a run of python -m trainer", a, b, to="trainer")
     (tmp_path / "again").symlink_to(a)
     refuses(UsageError, "needs at least two", a)
     refuses(UsageError, "is the same checkpoint as", a, b, tmp_path / "again")

@@ -72,11 +72,15 @@ def average(
     paths = list_sources(formats.as_paths(sources), options)
 
     def prepare(manifest: Manifest, output: Path, _means: list[str]) -> Job[AverageReport]:
-        others = [_open(path, options) for path in paths[1:]]
+        others = [read_trusted([path], options) for path in paths[1:]]
+        identities = [check_identity(other, options.trust) for other in others]
         members = _weigh(paths, [manifest, *others], options)
-        if options.to is not None:
-            return _plan_layout(members, output, options, str(destination))
-        return _plan(members, output, options)
+        if options.to is None:
+            job = _plan(members, output, options)
+        else:
+            job = _plan_layout(members, output, options, str(destination))
+        job.report.other_identities = identities
+        return job
 
     return convert(
         paths[:1],
@@ -135,13 +139,6 @@ def _list_newest(path: Path, count: int) -> list[Path]:
                 "list the checkpoints to average, without this one",
             )
     return [place.path for _, place in newest if place is not None]
-
-
-def _open(path: Path, options: AverageOptions) -> Manifest:
-    """Read the headers of a checkpoint as `convert` reads those of the first one."""
-    manifest = read_trusted([path], options)
-    check_identity(manifest, options.trust)
-    return manifest
 
 
 def _weigh(

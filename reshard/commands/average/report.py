@@ -6,10 +6,12 @@ The mean is written as `merge` writes weights, or in a layout of `split`, whose 
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
+from reshard.checks.identity import Identity
 from reshard.commands.lines import format_list, format_row
 from reshard.commands.merge.report import MergeReport
 from reshard.commands.output_report import OutputReport
@@ -27,6 +29,7 @@ class AverageReport(OutputReport):
         equal: the tensors that are not averaged, because all checkpoints have the same value.
         arithmetic: how the mean is computed.
         optimizer_tensors_left: the number of optimizer tensors of the checkpoints.
+        other_identities: as ``identity``, of all checkpoints but the first one that the user named.
     """
 
     COMMAND: ClassVar[str] = "average"
@@ -36,6 +39,15 @@ class AverageReport(OutputReport):
     equal: list[str] = field(default_factory=list)
     arithmetic: str = ""
     optimizer_tensors_left: int = 0
+    other_identities: list[Identity] = field(default_factory=list)
+
+    def _list_identity(self) -> Iterator[str]:
+        """Yield a line for all checkpoints with the same evidence."""
+        counts = Counter(map(str, filter(None, (self.identity, *self.other_identities))))
+        lines = [
+            f"{count} of {len(self.sources)} checkpoints: {text}" for text, count in counts.items()
+        ]
+        return format_list("identity", lines)
 
     def add_average(self, lines: Iterator[str]) -> Iterator[str]:
         """Yield the lines of a report, with those of the average after the first one."""

@@ -258,11 +258,10 @@ class OurTrainer(_StateDicts):
 
     def resolve(self, request: Request, source: Manifest, options: TargetOptions) -> Request:
         """Return the request with the run's files per rank, and with its flat parameters."""
+        from reshard.formats.pytorch import layouts
         from reshard.training.companion_files import describe_beside
 
-        run = request.run
-        if run is None:
-            return request
+        run = layouts.require_run(request, source)
         if run.has_rank_files and options.state_dict_type is None:
             request = replace(request, rank_files=True)
         # Flat parameters can only be cut with the model's units; the run states how it was wrapped.

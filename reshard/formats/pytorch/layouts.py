@@ -138,7 +138,17 @@ def lay_out_hf_trainer(state: WritableState, request: Request) -> LaidOut:
 
 
 def lay_out_trainer(state: WritableState, request: Request) -> LaidOut:
-    """Lay out a run directory of our trainer, in the form in which it was saved.
+    """Lay out a run directory of our trainer, in the form in which it was saved."""
+    run = require_run(request, state.manifest)
+    checkpoint = _lay_out_checkpoint(state, request, run)
+    return LaidOut(
+        run.lay_out_directory(checkpoint),
+        _note_changes(state, request, "step", "global_samples", "skipped_steps"),
+    )
+
+
+def require_run(request: Request, source: Manifest) -> TrainerRun:
+    """Return the run of our trainer that is written.
 
     Raises:
         UsageError: the source is not a run of the trainer, or the trainer does not save this form.
@@ -147,7 +157,7 @@ def lay_out_trainer(state: WritableState, request: Request) -> LaidOut:
     if run is None:
         raise UsageError(
             "--to trainer",
-            f"{state.manifest.origin.path} is not a run of python -m trainer",
+            f"{source.origin.path} is not a run of python -m trainer",
             "write --to deepspeed or --to fsdp: the trainer resumes from both",
         )
     if not run.has_own_layout:
@@ -156,11 +166,7 @@ def lay_out_trainer(state: WritableState, request: Request) -> LaidOut:
             f"a run with --strategy {run.settings['strategy']} has DeepSpeed's layout",
             "leave out --to; for --strategy fsdp or fsdp2, write --to fsdp",
         )
-    checkpoint = _lay_out_checkpoint(state, request, run)
-    return LaidOut(
-        run.lay_out_directory(checkpoint),
-        _note_changes(state, request, "step", "global_samples", "skipped_steps"),
-    )
+    return run
 
 
 def lay_out_torch(state: WritableState, request: Request) -> LaidOut:
