@@ -193,7 +193,7 @@ MUTATIONS = [
     *((name, write_one_weight_of_4_again, names.WEIGHTS) for name in SHARDED),
     *((name, write_one_rank_of_4_again, names.SHARDS) for name in (*SHARDED, "z1_sgd")),
     *((name, copy_the_directory, names.STEPS) for name in (*SHARDED, "z3_tied")),
-    ("hf_tied", copy_the_directory, names.IDENTICAL),
+    *((name, copy_the_directory, names.IDENTICAL) for name in ("z1_bf16", "hf_tied")),
     *((name, swap_the_directories, names.STEPS) for name in SHARDED),
     *((name, move_one_weight_too_far, names.UPDATES) for name in SHARDED),
     *((name, put_nan_into_a_weight, names.FINITE) for name in (*SHARDED, "hf")),

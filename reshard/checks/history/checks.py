@@ -192,7 +192,7 @@ def _check_identical(history: History) -> Check:
         check.failures.append(
             f"{tag.name} has the same bits as {same.name} in all trained weights"
             + (" and their optimizer state" if tag.slots else "")
-            + ": the saver wrote an earlier state again"
+            + ": the saver wrote an earlier state again, or one is a copy of the other"
         )
     if not check.failures:
         check.warnings += _find_kept(history)
@@ -223,10 +223,11 @@ def _is_kept(change: Change) -> bool:
 def _may_be_equal(before: Tag, now: Tag, trained: Sequence[Movement]) -> bool:
     """Return whether two saves of a sound run may be equal.
 
-    They may be if there was no update between them, or if the learning rate was 0.
+    They may be if there was no update between their steps, or if the learning rate was 0.
     """
     if before.updates is not None and before.updates == now.updates:
-        return True  # `_check_steps` judges whether that is sound
+        # `_check_steps` judges whether it is sound that all steps in between were skipped.
+        return None in (before.step, now.step) or now.step != before.step
     # A learning rate of 0 keeps the weights, but not the moments of an optimizer.
     rates = [tag.find_rate(each.fqn) for tag in (before, now) for each in trained]
     return not now.slots and bool(rates) and not any(rate is None or rate for rate in rates)
