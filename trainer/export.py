@@ -33,9 +33,12 @@ def save_16bit_model(engine: Engine, settings: Settings, ranks: Ranks, target: P
             for leftover in (partial, aside):
                 shutil.rmtree(leftover, ignore_errors=True)
             partial.mkdir(parents=True)
-            _write(partial, tensors, settings, dtype)
-            directory.replace(partial, target, aside)
-            files.sync(target.parent)
+            try:
+                _write(partial, tensors, settings, dtype)
+                directory.replace(partial, target, aside)
+                files.sync(target.parent)
+            finally:
+                shutil.rmtree(partial, ignore_errors=True)
             shutil.rmtree(aside, ignore_errors=True)
     return target
 

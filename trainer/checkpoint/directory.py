@@ -257,7 +257,7 @@ class RunDirectory:
         if not _try_lock(self._lock):
             self.close()
             raise _make_busy_error(self.path)
-        self._remove_unfinished()
+        self.remove_unfinished()
 
     def close(self) -> None:
         """Unlock the directory."""
@@ -269,12 +269,12 @@ class RunDirectory:
         """Make an empty hidden directory for the checkpoint (rank 0)."""
         partial = self.partial_path(step)
         self.path.mkdir(parents=True, exist_ok=True)
-        self._remove_unfinished()
+        self.remove_unfinished()
         partial.mkdir()
         return partial
 
-    def _remove_unfinished(self) -> None:
-        """Remove the hidden directories of saves that did not end."""
+    def remove_unfinished(self) -> None:
+        """Remove the hidden directories of saves that did not end (rank 0)."""
         _restore_replaced(self.path)
         for unfinished in self.path.glob(".global_step*"):
             shutil.rmtree(unfinished)

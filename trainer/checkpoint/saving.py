@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -15,7 +16,7 @@ from trainer.config.huggingface import load_model_config
 from trainer.core.engine import Engine
 from trainer.core.loop import Progress
 from trainer.core.ranks import Ranks
-from trainer.errors import LayoutError
+from trainer.errors import LayoutError, TrainerError
 from trainer.settings import AUTO, Settings
 
 Collect = Callable[[Any, dict[str, Any]], Iterable[Content]]
@@ -90,8 +91,19 @@ def write(run: RunDirectory, settings: Settings, ranks: Ranks, unwritten: Unwrit
         unwritten: the checkpoint.
 
     Raises:
-        TrainingError: a rank could not write; the checkpoint before is intact.
+        TrainingError: a rank could not write; only the checkpoint before remains.
     """
+    try:
+        _write(run, settings, ranks, unwritten)
+    except TrainerError:
+        # All ranks have this error, so none of them still writes.
+        if ranks.is_first:
+            with contextlib.suppress(OSError):  # else the next save removes it
+                run.remove_unfinished()
+        raise
+
+
+def _write(run: RunDirectory, settings: Settings, ranks: Ranks, unwritten: Unwritten) -> None:
     step, document = unwritten.step, unwritten.document
     with ranks.raise_on_all("make the checkpoint directory"):
         if ranks.is_first:
