@@ -83,6 +83,17 @@ def find_idle(
     return dict.fromkeys(idle, names) if few else {}
 
 
+def _find_new(groups: Iterable[TrainedGroup]) -> dict[str, tuple[str, ...]]:
+    """Return the parameters of an Adam without state whose updates are counted, and are 0."""
+    return {
+        member.fqn: _list_slots(group.hyper)
+        for group in groups
+        if is_adam(group.hyper)
+        for member in group.members
+        if member.step == 0 and not member.slots
+    }
+
+
 def _list_slots(hyper: Mapping[str, Any]) -> tuple[str, ...]:
     """Return the slots of an Adam with the hyper-parameters of a param group."""
     return (*MOMENTS, *[AMSGRAD] * bool(hyper.get("amsgrad")))
@@ -94,8 +105,8 @@ def start_idle(state: WritableState, dtype: DType) -> StateAndNotes:
     Args:
         dtype: dtype of the moments if the source has none, which is that of the updated weights.
     """
-    members = [member for group in state.groups for member in group.members]
-    idle = find_idle(
+    members = state.members
+    idle = _find_new(state.groups) | find_idle(
         ((group.hyper, group.fqns) for group in state.groups),
         {member.fqn: member.slots for member in members},
         {member.fqn: member.weight.value.numel for member in members},

@@ -6,14 +6,15 @@ A file of groups is a list of JSON objects, one a group, in the optimizer's orde
 
 ``match`` is one regular expression or a list, searched in names; ``fqns`` are names. A group with
 neither takes the remaining parameters. ``"frozen": true`` marks parameters that belong to no group.
-All other keys are the group's hyper-parameters.
+With ``"frozen": false``, a group also takes matching parameters that the source did not train. All
+other keys are the group's hyper-parameters.
 """
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -41,12 +42,13 @@ class GroupRule:
 
     Args:
         match: expressions that are searched in names.
-        frozen: whether its parameters are frozen, so that they are in no group.
+        frozen: whether its parameters are in no group. False: it also takes parameters that the
+            source did not train, which have no optimizer state; None: it does not.
     """
 
     match: tuple[re.Pattern[str], ...]
     fqns: tuple[str, ...]
-    frozen: bool
+    frozen: bool | None
     hyper: Mapping[str, Any]
 
     @property
@@ -54,9 +56,10 @@ class GroupRule:
         """Whether it takes the parameters that no other rule takes."""
         return not self.match and not self.fqns
 
-    def takes(self, fqn: str) -> bool:
-        """Return whether one of its expressions matches a name."""
-        return any(pattern.search(fqn) for pattern in self.match)
+    def takes(self, fqn: str, tied: Mapping[str, str]) -> bool:
+        """Return whether it lists a parameter, by any of its names, or an expression matches it."""
+        listed = fqn in (tied.get(name, name) for name in self.fqns)
+        return listed or any(pattern.search(fqn) for pattern in self.match)
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +77,7 @@ class GroupRules:
 
 
 StateAndNotes = tuple[WritableState, list[str]]  # a derived state, and notes about it for the user
-_ALL = GroupRule((), (), frozen=False, hyper={})
+_ALL = GroupRule((), (), frozen=None, hyper={})
 ONE = GroupRules(Path(), (_ALL,))  # one group of all parameters
 
 
@@ -110,13 +113,15 @@ def _parse_rule(path: Path, number: int, group: Any) -> GroupRule:
     for key in _NOT_HYPER:
         if key in group:
             raise UsageError(where, f"has {key!r}", "list its parameters with match or fqns")
-    frozen = group.get("frozen", False)
+    frozen = group.get("frozen")
     hyper = {
         key: tuple(value) if isinstance(value, list) else value
         for key, value in group.items()
         if key not in _OWN_KEYS
     }
-    if not isinstance(frozen, bool) or (frozen and hyper):
+    if frozen is False and not (group.get("match") or group.get("fqns")):
+        raise UsageError(where, 'has "frozen": false', "name its parameters with match or fqns")
+    if not isinstance(frozen, bool | None) or (frozen and hyper):
         raise UsageError(
             where,
             "is frozen and has hyper-parameters"
@@ -152,7 +157,7 @@ def follow_live(state: WritableState, live: tuple[ParamGroup, ...]) -> GroupRule
     wanted = [tuple(tied.get(fqn, fqn) for fqn in group.fqns) for group in live]
     if wanted == [tuple(member.fqn for member in group.members) for group in state.groups]:
         return None
-    rules = (GroupRule((), fqns, frozen=False, hyper={}) for fqns in wanted)
+    rules = (GroupRule((), fqns, frozen=None, hyper={}) for fqns in wanted)
     return GroupRules(Path(), tuple(rules), live)
 
 
@@ -176,10 +181,11 @@ def regroup(state: WritableState, given: GroupRules) -> StateAndNotes:
         UsageError: a parameter is in no group or in two, a group takes none, a name is unknown, or
             a group leaves out a hyper-parameter that differs between the source's groups.
     """
-    trained = _collect_members(state)
+    new = _collect_new_members(state, given)
+    trained = _collect_members(state) | new
     if given.live:
         trained = _follow_empty(state, trained, given)
-    taken = _assign(given, trained, state.manifest.tied)
+    taken = _assign(given, trained, new.keys(), state.manifest.tied)
     position = {weight.fqn: number for number, weight in enumerate(state.weights)}
     groups, origins = [], []
     for number, rule in enumerate(given.rules):
@@ -189,19 +195,22 @@ def regroup(state: WritableState, given: GroupRules) -> StateAndNotes:
         if rule.frozen:
             continue
         sources = sorted({n for fqn in members if (n := trained[fqn].source) is not None})
+        sources = sources or list(range(len(state.groups)))
         decided = _fill_from_live(given, number, state, sources)
         hyper = _merge_hyper(given, number, decided, state, sources)
         groups.append(TrainedGroup(hyper, tuple(trained[fqn].member for fqn in members)))
         origins.append(sources)
-    frozen = [f for number, r in enumerate(given.rules) if r.frozen for f in taken[number]]
     notes = [f"param groups of {' + '.join(str(len(g.members)) for g in groups)} parameters"]
     notes = notes if given is not ONE else []
+    frozen = {f for number, r in enumerate(given.rules) if r.frozen for f in taken[number]}
+    if new:
+        notes.append(f"trained from now on, without optimizer state yet: {_list_some(sorted(new))}")
     if frozen:
-        notes.append(f"in no param group, as {given.path} states: {_list_some(frozen)}")
-    lost = sorted(fqn for fqn in frozen if trained[fqn].member.slots)
-    if lost:
-        raise UsageError(given.where, f"freezes {_list_some(lost)}, which has optimizer state")
-    manifest = replace(state.manifest, frozen=state.manifest.frozen | frozenset(frozen))
+        notes.append(f"in no param group, as {given.path} states: {_list_some(sorted(frozen))}")
+    left = sum(len(trained[fqn].member.slots) for fqn in frozen)
+    if left:
+        notes.append(f"{counted(left, 'optimizer tensor')} of these parameters left out")
+    manifest = replace(state.manifest, frozen=state.manifest.frozen - new.keys() | frozen)
     regrouped, scheduler_notes = replace_groups(replace(state, manifest=manifest), groups, origins)
     return regrouped, [*notes, *scheduler_notes]
 
@@ -254,6 +263,19 @@ def _collect_members(state: WritableState) -> dict[str, _GroupMember]:
     }
 
 
+def _collect_new_members(state: WritableState, given: GroupRules) -> dict[str, _GroupMember]:
+    """Return the parameters outside of the source's groups that a rule adds to a group."""
+    trained = {member.fqn for member in state.members}
+    rules = [rule for rule in given.rules if rule.frozen is False]
+    return {
+        weight.fqn: _GroupMember(TrainedParameter(weight, {}, 0.0), None)
+        for weight in state.weights
+        if weight.is_float
+        and weight.fqn not in trained
+        and any(rule.takes(weight.fqn, state.manifest.tied) for rule in rules)
+    }
+
+
 def _follow_empty(
     state: WritableState, trained: Mapping[str, _GroupMember], given: GroupRules
 ) -> dict[str, _GroupMember]:
@@ -276,20 +298,24 @@ def _follow_empty(
 
 
 def _assign(
-    given: GroupRules, trained: Mapping[str, _GroupMember], tied: Mapping[str, str]
+    given: GroupRules,
+    trained: Mapping[str, _GroupMember],
+    new: Collection[str],
+    tied: Mapping[str, str],
 ) -> list[list[str]]:
-    """Return the names that each rule takes."""
+    """Return the names that each rule takes; those of ``new`` only with ``"frozen": false``."""
     owners: dict[str, list[int]] = {fqn: [] for fqn in trained}
     for number, rule in enumerate(given.rules):
-        names = [tied.get(fqn, fqn) for fqn in rule.fqns]
-        unknown = [fqn for fqn in names if fqn not in trained]
+        unknown = [fqn for fqn in rule.fqns if tied.get(fqn, fqn) not in trained]
         if unknown:
             raise UsageError(
                 f"{given.where}: group {number}",
                 f"names {_list_some(unknown)}, which the source does not train",
+                'to train them from now on, write a checkpoint with {"fqns": [...], "frozen":'
+                " false, ...} in reshard split --param-groups FILE",
             )
         for fqn, numbers in owners.items():
-            if fqn in names or rule.takes(fqn):
+            if rule.takes(fqn, tied) and (rule.frozen is False or fqn not in new):
                 numbers.append(number)
     rest = next((number for number, rule in enumerate(given.rules) if rule.is_rest), None)
     for numbers in owners.values():

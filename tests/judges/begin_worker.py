@@ -55,14 +55,57 @@ def from_dcp(ranks, weights, place, steps):
     """Return the losses of a model that loaded a DCP directory in place of other values."""
     model = reader.sharded("fsdp2", ranks, reader.llama(weights))
     made = optimizer_of(model, [{"lr": 0.3, "weight_decay": 0.7, "eps": 0.1}] * 2)
+    _load(model, made, place)
+    return reader.train(ranks, "fsdp2", model, made, 0, steps)
+
+
+def regrouped(ranks, weights, place, steps, thaws):
+    """Save after some steps, train more or fewer parameters from then on, and return the losses.
+
+    Args:
+        thaws: whether norms alone are trained before, or after; the others begin or end.
+    """
+    model = reader.sharded("fsdp2", ranks, reader.llama(weights))
+    made = optimizer_of(model, GROUPS)
+    other = made.param_groups[1]
+    if thaws:
+        made.param_groups.pop()
+        _train_group(other, trained=False)
+    reader.train(ranks, "fsdp2", model, made, 0, steps)
+    state = {"model": get_model_state_dict(model), "optim": get_optimizer_state_dict(model, made)}
+    dcp.save(state, checkpoint_id=place)
+    if thaws:
+        made.param_groups.append(other)
+    else:
+        made.param_groups.pop()
+    _train_group(other, trained=thaws)
+    return reader.train(ranks, "fsdp2", model, made, steps, steps)
+
+
+def from_regrouped(ranks, weights, place, steps, thaws):
+    """Return the losses of a model that loaded the DCP directory with the groups after that."""
+    model = reader.sharded("fsdp2", ranks, reader.llama(weights))
+    made = optimizer_of(model, [{"lr": 0.3, "weight_decay": 0.7, "eps": 0.1}] * 2)
+    if not thaws:
+        _train_group(made.param_groups.pop(), trained=False)
+    _load(model, made, place)
+    return reader.train(ranks, "fsdp2", model, made, steps, steps)
+
+
+def _train_group(group, *, trained):
+    for parameter in group["params"]:
+        parameter.requires_grad_(trained)
+        parameter.grad = None
+
+
+def _load(model, optimizer, place):
     state = {
         "model": get_model_state_dict(model),
-        "optim": get_optimizer_state_dict(model, made),
+        "optim": get_optimizer_state_dict(model, optimizer),
     }
     dcp.load(state, checkpoint_id=place)
     set_model_state_dict(model, state["model"])
-    set_optimizer_state_dict(model, made, state["optim"])
-    return reader.train(ranks, "fsdp2", model, made, 0, steps)
+    set_optimizer_state_dict(model, optimizer, state["optim"])
 
 
 def from_ranks(ranks, weights, place, steps):

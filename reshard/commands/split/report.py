@@ -100,9 +100,14 @@ def describe_split(
     if copied:
         report.kept.append(f"{', '.join(copied)}: copied byte for byte")
     report.notes += copied_files.describe_lost_models(manifest.train.hook_files, copied)
-    masters = sum(1 for _ in manifest.of_kind(MASTER))
-    if masters:
-        report.kept.append(f"{masters} fp32 master weights")
+    masters = {entry.fqn for entry in manifest.of_kind(MASTER)}
+    rounded = masters & manifest.frozen if request.separate_masters else set()
+    if masters - rounded:
+        report.kept.append(f"{len(masters - rounded)} fp32 master weights")
+    if rounded:
+        report.dropped.append(
+            f"fp32 master weights of {len(rounded)} parameters that are now frozen"
+        )
     is_new = bool(state.zero_slots) and not state.has_stored_slots
     if state.groups and not is_new:
         names = ", ".join(state.slots) or "no optimizer tensors, as the optimizer has none"
