@@ -72,14 +72,31 @@ def _check_weights(stored: Mapping[str, Index], model: ModelShapes) -> None:
         stored: the shape of each stored weight, under any name of a tied one.
     """
     expected = {**model.parameters, **model.buffers}
-    for fqn, shape in stored.items():
-        own = expected.get(model.tied.get(fqn, fqn))
-        if own != shape:
-            problem = f"has shape {shape}, in the model {own}"
-            if own is None:
-                problem = "is not in the model"
-            raise UsageError(model.source, f"is another model: {fqn!r} {problem}")
+    refuse_other_shapes(stored, model)
+    for fqn in stored:
+        if model.tied.get(fqn, fqn) not in expected:
+            raise UsageError(model.source, f"is another model: {fqn!r} is not in the model")
     found = {model.tied.get(fqn, fqn) for fqn in stored}
     missing = next((fqn for fqn in expected if fqn not in found), None)
     if missing is not None:
         raise UsageError(model.source, f"is another model: no file contains {missing!r}")
+
+
+def refuse_other_shapes(stored: Mapping[str, Index], model: ModelShapes) -> None:
+    """Refuse a model that has a stored weight in another shape.
+
+    Args:
+        stored: the shape of each stored weight, under any name of a tied one.
+
+    Raises:
+        UsageError: it has one.
+    """
+    expected = {**model.parameters, **model.buffers}
+    for fqn, shape in stored.items():
+        own = expected.get(model.tied.get(fqn, fqn), shape)
+        if own != shape:
+            raise UsageError(
+                model.source,
+                f"is another model: {fqn!r} has shape {shape}, in the model {own}",
+                "pass the model that was trained: no command changes the shape of a weight",
+            )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 
 import pytest
 import torch
@@ -87,6 +88,13 @@ def test_every_source_becomes_every_target(name, to, world, source, tmp_path):
 def test_only_a_run_of_the_trainer_is_written_as_one(made, tmp_path):
     with pytest.raises(UsageError, match="is not a run of python -m trainer"):
         reshard.split(made / "z2_bf16" / "run", tmp_path / "out", to="trainer")
+
+
+def test_a_model_with_other_shapes_is_refused(made, tmp_path):
+    config = json.loads((made / "hf_z2/run/config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**config, "vocab_size": 128}))
+    with pytest.raises(UsageError, match=r"'model\.embed_tokens\.weight' has shape \(97, 64\)"):
+        reshard.split(made / "hf_z2/run", tmp_path / "out", model=tmp_path)
 
 
 @pytest.mark.parametrize("name", ["deepspeed 2", "deepspeed 3", "accelerate"])

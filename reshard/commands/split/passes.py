@@ -25,7 +25,12 @@ from reshard.formats.request import Request
 from reshard.layouts.mesh import MeshGrid
 from reshard.layouts.model_parallel.sizes import Sizes
 from reshard.model import ModelHint, ModelShapes, describe_config, library
-from reshard.model.order import match_weights, order_by_model, restore_memory_form
+from reshard.model.order import (
+    match_weights,
+    order_by_model,
+    refuse_other_shapes,
+    restore_memory_form,
+)
 from reshard.model.published import may_be_published
 from reshard.naming.options import NameOptions, Naming
 from reshard.naming.published import ModelConfig, choose_form
@@ -124,6 +129,9 @@ def resolve_model(
     if shapes is None and options.model:
         shapes = ModelHint(options.model, options.wrap).shapes()
     if not may_be_published(manifest):
+        if shapes is not None and options.model:
+            stored = {entry.fqn: entry.shape for entry in manifest.of_kind(*WEIGHT_KINDS)}
+            refuse_other_shapes(stored, shapes)
         if given is not None and not manifest.ordered:
             conversion = conversion.with_manifest(order_by_model(manifest, given))
         return conversion, shapes
