@@ -202,8 +202,7 @@ class Command(click.Command):
         self, ctx: click.Context, hidden: int, target: str | None, options: Sequence[click.Option]
     ) -> str:
         text = f"{hidden} more options: {ctx.command_path} --help-all"
-        has_targets = any(getattr(each, "writers", ()) for each in options)
-        if has_targets and target is None:
+        if target is None and any(each.name == "to" for each in options):
             text += f". Those of a target: {ctx.command_path} --to TARGET --help"
         return text
 

@@ -146,6 +146,13 @@ def test_the_short_help_has_the_common_options_and_says_how_to_see_the_others(co
     assert "--trust" not in short
 
 
+@pytest.mark.parametrize("command", ["convert", "plan"])
+def test_the_short_help_points_to_the_options_of_a_target_that_can_be_named(command):
+    short = " ".join(run(command, "--help").stdout.split())
+    advised = f"reshard {command} --to TARGET --help" in short
+    assert advised == (run(command, "--to", "deepspeed", "--help").returncode == 0)
+
+
 def test_the_help_of_a_target_has_its_options_and_no_others():
     shown = run("convert", "--to", "megatron", "--help").stdout
     assert "Options of --to megatron:" in shown
