@@ -87,7 +87,13 @@ def read_archive(
     path = archive.path
     members = read_directory(archive)
     pickles = [name for name in members if name == "data.pkl" or name.endswith("/data.pkl")]
-    if len(pickles) != 1:
+    if not pickles:
+        raise CorruptError(
+            path,
+            "is a zip archive without data.pkl: torch.save failed while it wrote the file",
+            "save it again, or choose an earlier checkpoint",
+        )
+    if len(pickles) > 1:
         raise CorruptError(
             path, f"is a zip archive with {len(pickles)} data.pkl files, expected one"
         )

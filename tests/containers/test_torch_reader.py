@@ -114,6 +114,14 @@ def test_views_of_one_storage_share_it(tmp_path, form):
         assert bits(file, file.root[name]) == raw(view)
 
 
+def test_a_save_that_failed_on_an_object_is_told(tmp_path):
+    """Torch closes the archive properly if pickling raises."""
+    with pytest.raises(AttributeError):
+        torch.save({"w": torch.ones(2), "f": lambda: 0}, tmp_path / "x.pt")
+    with pytest.raises(CorruptError, match=r"torch\.save failed while it wrote the file"):
+        torch_reader.read(tmp_path / "x.pt")
+
+
 def test_files_without_checksums_are_read(tmp_path):
     before = torch.serialization.get_crc32_options()
     torch.serialization.set_crc32_options(False)
