@@ -30,6 +30,8 @@ PER_GROUP = ("base_lrs", "_last_lr", "lr_lambdas")  # lists in torch's scheduler
 _OWN_KEYS = ("match", "fqns", "frozen")
 _NOT_HYPER = ("params", "param_names")
 _SHOWN = 4
+_FREEZE = '{"match": ..., "frozen": true}'
+_THAW = '{"match": ..., "frozen": false}'
 _FOLLOW_SOURCE = (
     "give the live optimizer the param groups of the source (DeepSpeed makes one group if its"
     " configuration names the optimizer: leave optimizer and scheduler out of it)"
@@ -311,8 +313,7 @@ def _assign(
             raise UsageError(
                 f"{given.where}: group {number}",
                 f"names {_list_some(unknown)}, which the source does not train",
-                'to train them from now on, write a checkpoint with {"fqns": [...], "frozen":'
-                " false, ...} in reshard split --param-groups FILE",
+                f"if the new run trains them, pass {_THAW} to reshard split --param-groups FILE",
             )
         for fqn, numbers in owners.items():
             if rule.takes(fqn, tied) and (rule.frozen is False or fqn not in new):
@@ -341,7 +342,9 @@ def _refuse_unassigned(given: GroupRules, owners: Mapping[str, Sequence[int]]) -
         raise UsageError(
             given.where,
             f"has no group for {_list_some(none)}",
-            'add a group without match for the rest; {"match": ..., "frozen": true} is not a group',
+            f"if the new run freezes them, pass {_FREEZE} to reshard split --param-groups FILE"
+            if given.live
+            else f"add a group without match for the rest, or {_FREEZE} if they are frozen now",
         )
     twice = {fqn: numbers for fqn, numbers in owners.items() if len(numbers) > 1}
     if twice:
