@@ -572,8 +572,11 @@ def test_a_killed_run_goes_on_to_the_same_end(tmp_path):
 
 
 def test_an_error_raised_on_one_rank_is_raised_on_all():
-    reported = worlds.run(3, one_fails)
-    assert reported == ["TrainingError: rank 1 could not try: no"] * 3
+    (said, *others) = worlds.run(3, one_fails, OSError("no"))
+    assert said[0].startswith("rank 1 could not try: no\n")
+    assert others == [said, said]
+    known = CheckpointError("damaged", "copy it again", one_rank=True)  # so that rank 1 prints it
+    assert worlds.run(3, one_fails, known) == [("damaged\n  -> copy it again", False)] * 3
 
 
 def different_layers(ranks):
@@ -598,11 +601,11 @@ def test_gradients_of_different_layers_are_never_added_up():
         assert "the backward passes of the ranks differ" in message
 
 
-def one_fails(ranks):
+def one_fails(ranks, error):
     try:
         with ranks.raise_on_all("try"):
             if ranks.rank == 1:
-                raise OSError("no")
-    except TrainingError as error:
-        return f"TrainingError: {error.problem}"
+                raise error
+    except TrainerError as found:
+        return str(found), found.one_rank
     return None

@@ -18,9 +18,9 @@ any stages. All that is read is compared with the live state first.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import nn
@@ -51,7 +51,7 @@ NAMES = {
     "local": ("pytorch_model_fsdp_rank{}.bin", "optimizer_0_rank{}.bin"),
 }
 State = dict[str, Any]
-Result = TypeVar("Result")
+_READ = "read the checkpoint"
 
 
 def collect(engine: ShardedEngine, progress: dict[str, Any]) -> Iterator[Content]:
@@ -105,7 +105,8 @@ def load(directory: Path, model: nn.Module, optimizer: Optimizer, ranks: Ranks) 
     Raises:
         CheckpointError: a file is missing or damaged, or the state has another shape.
     """
-    form = _read_together(ranks, lambda: _detect_form(directory, ranks.world))
+    with ranks.raise_on_all(_READ):
+        form = _detect_form(directory, ranks.world)
     model_path, optimizer_path = (directory / name.format(ranks.rank) for name in NAMES[form])
     try:
         live = _get_model_state(model, _sharded_form(form), ranks)
@@ -118,7 +119,8 @@ def load(directory: Path, model: nn.Module, optimizer: Optimizer, ranks: Ranks) 
     if form != "local" or not _is_live(state):
         set_model_state_dict(model, state, options=_make_options(load_form))
     del live, state
-    flat = form == "dcp" and _read_together(ranks, lambda: fsdp_dcp.is_flat(optimizer_path))
+    with ranks.raise_on_all(_READ):
+        flat = form == "dcp" and fsdp_dcp.is_flat(optimizer_path)
     live = _get_optimizer_state(model, optimizer, _sharded_form(form), ranks, flat=flat)
     state = _read_state(optimizer_path, form, load_form, {"optimizer": live}, ranks)
     if form != "local":
@@ -218,28 +220,23 @@ def _read_state(path: Path, form: str, load_form: str, state: State, ranks: Rank
         groups = [{**group, "params": [*group["params"]]} for group in live.get("param_groups", [])]
         everyone = ranks.all_gather_objects([*live] if top == "model" else [])
         names = {f"{top}.{name}" for theirs in everyone for name in theirs}
-        _read_together(
-            ranks, lambda: fsdp_dcp.check(state, names, path) if ranks.is_first else None
-        )
+        with ranks.raise_on_all(_READ):
+            if ranks.is_first:
+                fsdp_dcp.check(state, names, path)
         fsdp_dcp.load(state, path)
-        saved = live.get("param_groups", [])
-        _read_together(
-            ranks, lambda: fsdp_match.check_groups({"param_groups": groups}, saved, path)
-        )
+        with ranks.raise_on_all(_READ):
+            saved_groups = live.get("param_groups", [])
+            fsdp_match.check_groups({"param_groups": groups}, saved_groups, path)
         return live
 
     whole = form == "full"
     everyone = ranks.all_gather_objects(fsdp_match.list_names(live))
     all_names = {name for theirs in everyone for name in theirs}
-
-    def load_checked() -> State:
+    with ranks.raise_on_all(_READ):
         saved = fsdp_match.load(path, *(("state", "param_groups") if top == "optimizer" else ()))
         if whole:
             saved = fsdp_match.select_own(live, saved, all_names)
         fsdp_match.check(live, saved, path, whole=whole)
-        return saved
-
-    saved = _read_together(ranks, load_checked)
     if load_form == "full":
         return saved
     fsdp_match.fill(live, saved, whole=whole)
@@ -286,16 +283,3 @@ def _check_ranks(directory: Path, name: str, world: int) -> None:
 def _check_exists(path: Path) -> None:
     if not path.exists():
         raise CheckpointError(f"{path} is missing", "copy it from where the run was saved")
-
-
-def _read_together(ranks: Ranks, read: Callable[[], Result]) -> Result:
-    """Return what ``read`` returns; raise its CheckpointError on every rank if it fails on one."""
-    problem, result = None, None
-    try:
-        result = read()
-    except CheckpointError as error:
-        problem = type(error)(error.problem, error.remedy)
-    problems = [each for each in ranks.all_gather_objects(problem) if each]
-    if problems:
-        raise problems[0]
-    return result  # type: ignore[return-value]

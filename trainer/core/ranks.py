@@ -82,4 +82,5 @@ class Ranks:
             problem = error
         for each in self.all_gather_objects(problem):
             if each is not None:
+                each.one_rank = False
                 raise each
