@@ -124,6 +124,9 @@ class SourceFile:
         return any(record.crc32 is not None for record in self.records)
 
 
+MEMBER_LISTS = ("params", "param_names")  # the keys of torch's groups that list their parameters
+
+
 @dataclass(frozen=True, slots=True)
 class ParamGroup:
     """One optimizer param group: its hyperparameters, and its parameters in the saved order."""

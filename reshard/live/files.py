@@ -23,7 +23,15 @@ from reshard.commands.split.report import SplitReport
 from reshard.commands.unwritten import plan_unwritten
 from reshard.core.box import Index
 from reshard.core.keys import WITHOUT_DDP, strip_wrappers
-from reshard.core.manifest import Entry, Key, Manifest, ParamGroup, Skeleton, SourceFile
+from reshard.core.manifest import (
+    MEMBER_LISTS,
+    Entry,
+    Key,
+    Manifest,
+    ParamGroup,
+    Skeleton,
+    SourceFile,
+)
 from reshard.engine.move.on_demand import OnDemandFiles
 from reshard.engine.planning.planner import Plan
 from reshard.errors import ReshardError, UsageError
@@ -176,7 +184,7 @@ def _name_groups(
         return ()
     return tuple(
         ParamGroup(
-            {key: value for key, value in group.items() if key not in ("params", "param_names")},
+            {key: value for key, value in group.items() if key not in MEMBER_LISTS},
             tuple(names[each] for each in members),
         )
         for group, members in zip(live, known, strict=True)

@@ -137,7 +137,7 @@ def build_optimizer(
 
     Args:
         model: gives the order in which its parameters are numbered.
-        named: whether to store names (``param_names``) also where numbers are enough.
+        named: whether to store names (``param_names``) also where the keys are enough.
     """
     refuse_without_optimizer(state)
     groups = (
@@ -147,7 +147,8 @@ def build_optimizer(
         )
         for group, members in zip(state.groups, order_members(state, keyed, model), strict=True)
     )
-    return assemble_optimizer(groups, keyed, named=named or needs_param_names(state))
+    named = named or (keyed == "index" and needs_param_names(state))
+    return assemble_optimizer(groups, keyed, named=named)
 
 
 def assemble_optimizer(
@@ -157,7 +158,7 @@ def assemble_optimizer(
 
     Args:
         groups: hyper-parameters, and the name and state of each parameter; the state may be empty.
-        named: whether to store names (``param_names``) with the numbers.
+        named: whether to store names (``param_names``) in the groups.
     """
     states: dict[Any, Mapping[str, Any]] = {}
     param_groups = []
@@ -165,7 +166,7 @@ def assemble_optimizer(
     for hyper, members in groups:
         keys: list[Any] = [fqn if keyed == "fqn" else next(numbers) for fqn, _ in members]
         states.update((key, slots) for key, (_, slots) in zip(keys, members, strict=True) if slots)
-        names = {"param_names": [fqn for fqn, _ in members]} if keyed == "index" and named else {}
+        names = {"param_names": [fqn for fqn, _ in members]} if named else {}
         param_groups.append({**hyper, "params": keys, **names})
     return {"state": states, "param_groups": param_groups}
 

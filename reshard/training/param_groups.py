@@ -21,14 +21,13 @@ from typing import Any
 
 from reshard.containers.pickles import objects
 from reshard.core.keys import compile_patterns
-from reshard.core.manifest import ParamGroup
+from reshard.core.manifest import MEMBER_LISTS, ParamGroup
 from reshard.errors import UsageError
 from reshard.training.state import TrainedGroup, TrainedParameter, WritableState
 from reshard.units import counted, some
 
 PER_GROUP = ("base_lrs", "_last_lr", "lr_lambdas")  # lists in torch's schedulers
 _OWN_KEYS = ("match", "fqns", "frozen")
-_NOT_HYPER = ("params", "param_names")
 _SHOWN = 4
 _FREEZE = '{"match": ..., "frozen": true}'
 _THAW = '{"match": ..., "frozen": false}'
@@ -112,7 +111,7 @@ def _parse_rule(path: Path, number: int, group: Any) -> GroupRule:
     where = f"{_format_option(path)}: group {number}"
     if not isinstance(group, dict):
         raise UsageError(where, "is not a JSON object")
-    for key in _NOT_HYPER:
+    for key in MEMBER_LISTS:
         if key in group:
             raise UsageError(where, f"has {key!r}", "list its parameters with match or fqns")
     frozen = group.get("frozen")

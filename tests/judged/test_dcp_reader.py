@@ -6,9 +6,12 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from safetensors.torch import save_file
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
 import reshard
+import reshard.dcp
 from tests.judged.expected import read_expected
 from tests.judges import dcp_reader_worker as worker
 from tests.judges.dcp_reader_worker import fails, menagerie, resumed, weights_only
@@ -255,3 +258,34 @@ def test_a_target_that_is_not_contiguous(tmp_path):
     (found,) = worlds.run(1, run_in_turn, jobs)
     assert found["torch.float32"] == values.tolist()
     assert found["torch.bfloat16"] == values.bfloat16().tolist()
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is")
+@pytest.mark.parametrize("is_written", [True, False])
+def test_an_optimizer_of_named_parameters(is_written, tmp_path):
+    """Its groups have ``param_names``, which DCP asks for."""
+    source = tmp_path / "state.pt"
+    saved, optimizer = make_named()
+    saved(torch.ones(2, 3)).square().sum().backward()
+    optimizer.step()
+    torch.save({"model": saved.state_dict(), "optimizer": optimizer.state_dict()}, source)
+    live, loaded = make_named()
+    weights, state = get_state_dict(live, loaded)
+    target = {"model": weights, "optim": state}
+    if is_written:
+        reshard.split(source, tmp_path / "out", to="dcp", world_size=2)
+        dcp.load(target, checkpoint_id=tmp_path / "out", no_dist=True)
+    else:
+        dcp.load(target, storage_reader=reshard.dcp.StorageReader(source), no_dist=True)
+    set_state_dict(live, loaded, model_state_dict=weights, optim_state_dict=state)
+    assert torch.equal(live.weight, saved.weight)
+    for name, wanted in zip(("weight", "bias"), saved.parameters(), strict=True):
+        held = loaded.state[live.get_parameter(name)]
+        assert torch.equal(held["exp_avg"], optimizer.state[wanted]["exp_avg"])
+    assert [g["param_names"] for g in loaded.param_groups] == [["weight"], ["bias"]]
+
+
+def make_named():
+    model = torch.nn.Linear(3, 2)
+    groups = [{"params": [each]} for each in model.named_parameters()]
+    return model, torch.optim.AdamW(groups, lr=1e-2)

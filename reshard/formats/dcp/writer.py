@@ -49,7 +49,7 @@ def lay_out(state: WritableState, request: Request) -> Skeleton:
     """
     root: dict[str, Any] = {"model": torch_state_dict.build_weights(state, dtype=request.dtype)}
     if not request.weights_only:
-        root["optim"] = torch_state_dict.build_optimizer(state, "fqn")
+        root["optim"] = _build_optimizer(state)
     beside = torch_state_dict.collect_extra_state(state.manifest.train)
     root.update((name, value) for name, value in beside.items() if name not in root)
     return lay_out_state(root, shards=request.world_size)
@@ -68,9 +68,14 @@ def lay_out_fsdp(state: WritableState, request: Request) -> Skeleton:
     model = lay_out_state({"model": saved}, shards=shards, directory="pytorch_model_fsdp_0")
     if weights_only:
         return model
-    root = {"optimizer": torch_state_dict.build_optimizer(state, "fqn")}
+    root = {"optimizer": _build_optimizer(state)}
     moments = lay_out_state(root, shards=shards, directory="optimizer_0")
     return skeletons.join([model, moments])
+
+
+def _build_optimizer(state: WritableState) -> dict[str, Any]:
+    """Build the optimizer's state dict, with the names that an optimizer of named ones asks for."""
+    return torch_state_dict.build_optimizer(state, "fqn", named=True)
 
 
 def lay_out_accelerate(state: WritableState, request: Request) -> Skeleton:

@@ -12,7 +12,7 @@ import torch
 from torch.distributed.checkpoint import metadata as torch_metadata
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlanner, ReadItem
 
-from reshard.core.manifest import WEIGHT_KINDS, Entry, ParamGroup
+from reshard.core.manifest import MEMBER_LISTS, WEIGHT_KINDS, Entry, ParamGroup
 from reshard.errors import DifferentError, IncompleteError, UsageError
 from reshard.live.dcp.target import STATE, STEP, Hyper, Keys, Resolved, Step, iterate_splits
 from reshard.units import counted, some
@@ -101,10 +101,10 @@ class PlainItems:
         """
         key = item.dest_index.fqn
         target = self.targets.get(key)
-        if hyper.name == "params" and isinstance(target, list):
+        if hyper.name in MEMBER_LISTS and isinstance(target, list):
             return None
         group = self._find_group(key, hyper)
-        value = group.fqns if hyper.name == "params" else group.hyper.get(hyper.name)
+        value = group.fqns if hyper.name in MEMBER_LISTS else group.hyper.get(hyper.name)
         if value is None and hyper.name not in group.hyper:
             if key in self.targets and (target is None or isinstance(target, bool)):
                 return None

@@ -11,13 +11,13 @@ from reshard.containers.torch_objects import Tensor, pack_number, read_number
 from reshard.containers.torch_writer import Slot, Storage
 from reshard.core.box import Index
 from reshard.core.dtypes import DType
+from reshard.core.manifest import MEMBER_LISTS
 from reshard.errors import UnsupportedError
 from reshard.state_dict.global_tensor import GlobalTensor
 from reshard.state_dict.plain_values import restore_sets, to_plain
 from reshard.state_dict.tree import as_global, is_tensor
 from reshard.system.files import SourceFiles
 
-_MEMBERS = ("params", "param_names")
 _LARGEST = 1e300  # of a counter: excludes inf, NaN and integers that no float holds
 
 
@@ -47,7 +47,7 @@ def read_hyper(
     """
     hyper = {}
     for name, value in group.items():
-        if name not in (*_MEMBERS, *skip):
+        if name not in (*MEMBER_LISTS, *skip):
             number = _read_tensor(value, pool)
             hyper[str(name)] = to_plain(value) if number is None else number
     return hyper
