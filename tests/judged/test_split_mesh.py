@@ -10,7 +10,7 @@ from torch.distributed.tensor import DTensor
 
 import reshard
 from reshard.core import stamps
-from reshard.errors import UnsupportedError, UsageError
+from reshard.errors import CorruptError, UnsupportedError, UsageError
 from tests.judged.alike import assert_alike, assert_same_state
 from tests.judged.expected import read_expected
 from tests.judges import mesh_worker as worker
@@ -222,3 +222,13 @@ def test_packed_weights_are_refused(trained, tmp_path, monkeypatch):
     monkeypatch.setattr(shapes, "_collect_tensor_plans", lambda _root: packed)
     with pytest.raises(UnsupportedError, match="several blocks"):
         split(trained[0] / FLAT / "ranks", tmp_path / "out", TENSOR, model=MODEL)
+
+
+def test_blocks_that_torch_itself_states_wrongly(tmp_path):
+    """Seven rows of 3 x 2 ranks: ``.metadata`` gives the last row to the rank that has none."""
+    rows = [[float(row), -row] for row in range(7)]
+    worlds.run(6, worker.save_uneven, tmp_path, rows)
+    with reshard.open(tmp_path / "ranks") as checkpoint:
+        assert checkpoint["weight"][...].tolist() == rows
+    with pytest.raises(CorruptError, match="torch itself saved wrong blocks"):
+        reshard.open(tmp_path / "dcp")

@@ -16,7 +16,13 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_optimizer_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor, Replicate, distribute_module
+from torch.distributed.tensor import (
+    DTensor,
+    Replicate,
+    Shard,
+    distribute_module,
+    distribute_tensor,
+)
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     ParallelStyle,
@@ -101,6 +107,17 @@ def live(mesh, seed):
         {"params": [named[n] for n in small], "betas": (0.8, 0.95)},
     ]
     return model, torch.optim.AdamW(groups, lr=1e-2)
+
+
+def save_uneven(ranks, place, rows):
+    """Save a matrix that FSDP and tensor parallelism cut along one dim: in DCP, a file per rank."""
+    mesh = make_mesh("dp=3,tp=2")
+    model = nn.Linear(2, len(rows), bias=False)
+    model.weight = nn.Parameter(distribute_tensor(torch.tensor(rows), mesh[TENSOR], [Shard(0)]))
+    state = shard(model, mesh, []).state_dict()
+    dcp.save({"model": state}, checkpoint_id=place / "dcp")
+    (place / "ranks").mkdir(exist_ok=True)
+    torch.save(state, place / "ranks" / f"model_rank{ranks.rank}.pt")
 
 
 def share_of(mesh, batch, ranks):

@@ -27,6 +27,11 @@ from reshard.system.ranges import Range
 ZIP = b"PK"  # the first bytes of a torch.save archive
 _BATCH = 512  # blocks whose archives are opened together
 _MIXED = "the file and .metadata belong to different saves: fetch the checkpoint again as a whole"
+# torch 2.13 ``distributed/tensor/_utils.py`` computes the blocks of a `_StridedShard` so.
+_UNEVEN = (
+    f"{_MIXED}. If FSDP and tensor parallelism cut it along one dim, and a rank has no rows of it,"
+    " torch itself saved wrong blocks: save one file per rank with torch.save"
+)
 
 
 class ItemReader:
@@ -112,7 +117,9 @@ class ItemReader:
             self._archives.add(file, section)
             whole = tensor.chunk
         if whole.box.shape != box.shape or whole.dtype != dtype:
-            raise _build_error(path, block, dtype, f"{whole.dtype} {whole.box.shape}")
+            is_uneven = whole.dtype == dtype and whole.box.shape[1:] == box.shape[1:]
+            remedy = _UNEVEN if is_uneven else _MIXED
+            raise _build_error(path, block, dtype, f"{whole.dtype} {whole.box.shape}", remedy)
         return Chunk(box, whole.file, whole.byte_offset, whole.byte_strides, dtype)
 
     def read_object(self, path: Path, block: Block) -> torch_objects.TorchFile:
@@ -176,11 +183,13 @@ class ItemReader:
         return replace(chunk, box=box)
 
 
-def _build_error(path: Path, block: Block, dtype: DType, found: str) -> CorruptError:
+def _build_error(
+    path: Path, block: Block, dtype: DType, found: str, remedy: str = _MIXED
+) -> CorruptError:
     shape = block.box.shape if block.box else ()
     return CorruptError(
         path,
         f"contains {found} at byte {block.byte_offset}, but .metadata states {dtype} {shape} of"
         f" {block.key!r} there",
-        _MIXED,
+        remedy,
     )
