@@ -176,15 +176,25 @@ class WritableState:
         return self.step if updates is None else updates
 
 
-def build_writable_state(manifest: Manifest, *, weights_only: bool = False) -> WritableState:
-    """Build the training state of a manifest whose names have been edited."""
+def build_writable_state(
+    manifest: Manifest, *, weights_only: bool = False, may_lack_weights: bool = False
+) -> WritableState:
+    """Build the training state of a manifest whose names have been edited.
+
+    Args:
+        may_lack_weights: whether the writer keeps optimizer state of parameters without weights.
+            torchtitan 0.3 trains a projection ``wqkv`` and saves its weight as ``wq``, ``wk`` and
+            ``wv`` (``models/common/attention.py``, ``FusedQKVLinear``).
+    """
     masters = {entry.fqn: entry for entry in manifest.of_kind(MASTER)}
     stored = {entry.fqn: entry for entry in manifest.of_kind(PARAM, BUFFER)}
     weights = {
         fqn: _build_weight(manifest, fqn, masters.get(fqn), stored.get(fqn))
         for fqn in dict.fromkeys(e.fqn for e in manifest.of_kind(*WEIGHT_KINDS))
     }
-    groups = () if weights_only else _build_groups(manifest, weights)
+    groups = ()
+    if not weights_only:
+        groups = _build_groups(manifest, weights, may_lack_weights=may_lack_weights)
     return WritableState(manifest, tuple(weights.values()), groups)
 
 
@@ -204,7 +214,9 @@ def _build_weight(
     return Weight(fqn, value.shape, value, dtype or value.dtype, is_buffer)
 
 
-def _build_groups(manifest: Manifest, weights: Mapping[str, Weight]) -> tuple[TrainedGroup, ...]:
+def _build_groups(
+    manifest: Manifest, weights: Mapping[str, Weight], *, may_lack_weights: bool
+) -> tuple[TrainedGroup, ...]:
     slots: dict[str, dict[str, Entry]] = {}
     for entry in manifest.entries.values():
         if entry.kind not in WEIGHT_KINDS:
@@ -224,14 +236,16 @@ def _build_groups(manifest: Manifest, weights: Mapping[str, Weight]) -> tuple[Tr
     owned = {member.fqn for group in groups for member in group.members}
     lost = sorted(slots.keys() - owned)
     unknown = [fqn for fqn in lost if fqn not in weights]
-    if unknown:
+    if unknown and not may_lack_weights:
         raise IncompleteError(
             manifest.origin.path,
             f"has optimizer state of {some([repr(fqn) for fqn in unknown], 1)}, but no weights of"
             f" these names, only {some([repr(fqn) for fqn in weights], 1)}",
             "pass weights that have the names of the optimizer (torchtune's Hugging Face"
-            " checkpointer renames the weights alone), or write only the weights: --weights-only",
+            " checkpointer renames the weights alone), write only the weights (--weights-only), or"
+            " leave out --to (torchtitan trains wqkv as one parameter)",
         )
+    lost = [fqn for fqn in lost if fqn in weights]
     if lost:
         raise IncompleteError(
             manifest.origin.path,

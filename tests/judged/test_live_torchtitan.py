@@ -10,6 +10,8 @@ import re
 import pytest
 import torch
 
+import reshard
+from reshard.errors import IncompleteError
 from tests.judges import server
 
 pytestmark = pytest.mark.slow
@@ -59,6 +61,25 @@ def test_torchtitan_continues(name, ranks, saved, resumed):
     for fqn, slots in wanted["optimizer"].items():
         for slot, value in slots.items():
             assert torch.equal(got["optimizer"][fqn][slot], value), (fqn, slot)
+
+
+def test_a_parameter_that_is_saved_in_parts(saved, tmp_path):
+    """As in torchtitan's Llama 3: the optimizer names wqkv, the weights are wq, wk and wv."""
+    (wanted,) = JUDGE.run(tmp_path / "saved", {"fused": (2, {"fused": True})}).values()
+    source = tmp_path / "saved/fused/checkpoint" / f"step-{SAVED}"
+    with pytest.raises(IncompleteError, match="torchtitan trains wqkv as one"):
+        reshard.split(source, tmp_path / "other", to="fsdp2", world_size=3)
+    reshard.split(source, tmp_path / "split", world_size=4)
+    jobs = {
+        "split": (4, {"fused": True, "resume": tmp_path / "split", "own": True}),
+        "live": (1, {"fused": True, "resume": source}),
+    }
+    for got in JUDGE.run(tmp_path / "resumed", jobs).values():
+        assert isinstance(got, dict), got
+        assert got["losses"] == pytest.approx(wanted["losses"][SAVED:], abs=NOISE)
+        assert torch.equal(got["params"]["qkv.wqkv.weight"], wanted["params"]["qkv.wqkv.weight"])
+        for slot, value in wanted["optimizer"]["qkv.wqkv.weight"].items():
+            assert torch.equal(got["optimizer"]["qkv.wqkv.weight"][slot], value)
 
 
 def test_weights_go_through_the_adapter_of_the_model(saved, resumed):

@@ -21,10 +21,16 @@ if TYPE_CHECKING:
 
     from tests.judges.library_cases import Case
 
-with stand_in(["torchdata", "tyro", "datasets", "tensorboard", "wandb", "spmd_types"]):
+MISSING = ("torchdata", "tyro", "datasets", "tensorboard", "wandb", "spmd_types", "triton")
+with stand_in(MISSING):
+    import triton  # type: ignore[import-not-found]
+
+    triton.__version__ = "3.0"
     from torchtitan.components.checkpointer.dcp import CheckpointManager
     from torchtitan.components.optimizer import LRSchedulersContainer, OptimizersContainer
     from torchtitan.components.optimizer.optimizer import ParamGroupConfig
+    from torchtitan.models.common.attention import FusedQKVLinear
+    from torchtitan.models.common.linear import Linear
 
 STEPS = 3
 
@@ -42,6 +48,23 @@ class TrainState:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Do nothing: the manager requires the method of a stateful object."""
         self.step = state["step"]
+
+
+class Fused(torch.nn.Module):
+    """A model with the projection of torchtitan's Llama 3, of which it saves three parts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(7)
+        self.embed = torch.nn.Embedding(models.VOCAB, 8)
+        linear = Linear.Config(in_features=8, out_features=24, bias=False)
+        heads = {"n_heads": 4, "n_kv_heads": 2, "head_dim": 3}
+        self.qkv = FusedQKVLinear(FusedQKVLinear.Config(**heads, wqkv=linear))
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        """Return a loss."""
+        loss: torch.Tensor = self.qkv.wqkv(self.embed(tokens)).square().mean()
+        return loss
 
 
 class Adapter:

@@ -58,11 +58,12 @@ class Run:
         from torchtitan.components.optimizer.optimizer import ParamGroupConfig
 
         import reshard.torchtitan
-        from tests.judges.library_torchtitan import TrainState
+        from tests.judges.library_torchtitan import CheckpointManager, Fused, TrainState
 
-        self.model: Any = models.build("net")
+        self.build = Fused if job.told.get("fused") else lambda: models.build("net")
+        self.model: Any = self.build()
         mesh = init_device_mesh("cpu", (job.world,), mesh_dim_names=("fsdp",))
-        for layer in self.model.llama.model.layers:
+        for layer in [] if job.told.get("fused") else self.model.llama.model.layers:
             fully_shard(layer, mesh=mesh)
         fully_shard(self.model, mesh=mesh)
         kwargs = {"lr": 1e-2, "weight_decay": 0.01}
@@ -72,7 +73,8 @@ class Run:
         self.schedulers = LRSchedulersContainer(self.optimizers, rate)
         self.state = TrainState()
         resume, in_hf = job.told.get("resume"), job.told.get("in_hf", False)
-        self.manager = reshard.torchtitan.CheckpointManager.Config(
+        manager = CheckpointManager if job.told.get("own") else reshard.torchtitan.CheckpointManager
+        self.manager = manager.Config(
             enable=True,
             interval=SAVED,
             initial_load_path=str(resume) if resume else None,
@@ -92,7 +94,7 @@ class Run:
     def look(self) -> dict[str, Any]:
         """Return what the live objects hold."""
         (optimizer,) = self.optimizers.optimizers
-        held = library_state.read_state(models.build("net"), self.model, optimizer)
+        held = library_state.read_state(self.build(), self.model, optimizer)
         return {**held, "step": self.state.step, **self.schedulers.state_dict()}
 
 

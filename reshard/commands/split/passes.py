@@ -371,7 +371,11 @@ def adapt(conversion: StateConversion) -> StateConversion:
 def build_state(conversion: StateConversion, options: SplitOptions) -> WritableState:
     """Return the training state to write, with the optimizer and groups that the user chose."""
     request, notes = conversion.request, conversion.notes
-    state = build_writable_state(conversion.manifest, weights_only=request.weights_only)
+    state = build_writable_state(
+        conversion.manifest,
+        weights_only=request.weights_only,
+        may_lack_weights=conversion.writer.copies_values(conversion),
+    )
     groups = param_groups.read(options.param_groups) if options.param_groups else None
     if groups is None and request.live_groups and not request.weights_only:
         groups = param_groups.follow_live(state, request.live_groups)

@@ -275,6 +275,10 @@ def _build_values(state: WritableState, *, dtype: DType | None) -> dict[Key, Val
     for member in state.members:
         slots = member.slots.values()
         values.update((each.key, torch_state_dict.build_slot(member, each)) for each in slots)
+    for entry in state.manifest.entries.values():
+        if entry.kind not in WEIGHT_KINDS and entry.key not in values:  # it has no weight
+            is_cut = bool(entry.shape)
+            values[entry.key] = Value(entry.dtype, entry.shape, entry, divided=is_cut)
     return values
 
 
