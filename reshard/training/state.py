@@ -192,9 +192,9 @@ def build_writable_state(
         fqn: _build_weight(manifest, fqn, masters.get(fqn), stored.get(fqn))
         for fqn in dict.fromkeys(e.fqn for e in manifest.of_kind(*WEIGHT_KINDS))
     }
-    groups = ()
-    if not weights_only:
-        groups = _build_groups(manifest, weights, may_lack_weights=may_lack_weights)
+    if weights_only:
+        return WritableState(manifest, tuple(weights.values()), groups=())
+    groups = _build_groups(manifest, weights, may_lack_weights=may_lack_weights)
     return WritableState(manifest, tuple(weights.values()), groups)
 
 
