@@ -223,9 +223,9 @@ def _suggest_path(missing: Path) -> str:
     return f"the path is relative to {Path.cwd()}; {way_out}"
 
 
-def list_missing_ranks(present: Container[int], world: int) -> list[int]:
-    """Return the first few ranks below ``world`` that are not present."""
-    return list(islice((rank for rank in range(world) if rank not in present), _LISTED))
+def list_missing_ranks(present: Container[int], ranks: Iterable[int]) -> list[int]:
+    """Return the first few of some ranks that are not present."""
+    return list(islice((rank for rank in ranks if rank not in present), _LISTED))
 
 
 def _refuse_different(kept: Path, other: Path) -> None:

@@ -15,7 +15,6 @@ from math import prod
 from typing import Any
 
 from reshard.containers.pickles.values import Call
-from reshard.containers.torch_objects import Tensor
 from reshard.core.box import Index, as_index, row_major
 from reshard.errors import shown
 
@@ -32,7 +31,7 @@ class DeviceMesh:
             file may state one outside the mesh.
         disordered: for each axis, the ranks along it if process groups have them in another
             order than the mesh, else none.
-        rank: of the process that saved it, and `world`, the number of all: None before torch 2.10.
+        rank: of the process that saved it, and `ranks`, those of all: None before torch 2.10.
     """
 
     device: str
@@ -41,7 +40,7 @@ class DeviceMesh:
     coordinate: Index | None
     disordered: tuple[Index, ...]
     rank: int | None
-    world: int | None
+    ranks: Index | None
 
 
 @lru_cache(maxsize=8)  # the tensors of a file share a few meshes
@@ -59,7 +58,11 @@ def read_device_mesh(call: Call) -> DeviceMesh:
             raise TypeError(f"{shown(coordinate)} is not a mesh coordinate")
         coordinate = tuple(coordinate)
     names = _get(call, "mesh_dim_names") or ("",)
-    device, rank, ranks = _get(call, "device_type"), call.get("_rank"), call.get("_rank_map")
+    device, rank, ranks = (
+        _get(call, "device_type"),
+        call.get("_rank"),
+        call.get("_flatten_rank_map"),
+    )
     return DeviceMesh(
         device if isinstance(device, str) else "",
         tuple(names) if all(isinstance(name, str) for name in names) else (),
@@ -67,7 +70,7 @@ def read_device_mesh(call: Call) -> DeviceMesh:
         coordinate,
         tuple(_find_disordered(call, axes, coordinate)),
         rank if type(rank) is int else None,
-        prod(ranks.shape) if isinstance(ranks, Tensor) else None,
+        as_index(ranks) if isinstance(ranks, (tuple, list)) else None,
     )
 
 

@@ -8,7 +8,7 @@ Sources: torch 2.13 ``distributed/_shard/sharded_tensor/api.py`` (``__getstate__
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cache
 from math import prod
 from typing import Any
@@ -83,10 +83,12 @@ class Saver:
     """The rank that saved a file, as a sharded tensor or torch_xla's metadata in it state it.
 
     Args:
+        ranks: all ranks of the run that saved it; a part of the program's, if it has several runs.
         needed: whether every rank has a block of the tensor that no other has.
     """
 
     rank: int
+    ranks: Sequence[int] = field(compare=False)  # `world` stands for them
     world: int
     needed: bool
 
@@ -97,31 +99,31 @@ def read_saver(value: Any) -> Saver | None:
     torch stores a DTensor's rank since 2.10, torch_xla in a dict (2.9
     ``xla_fully_sharded_data_parallel.py``, ``get_shard_metadata``).
     """
-    if isinstance(value, dict) and "shard_info" in value:
-        return _build_saver(value.get("rank"), value.get("world_size"), needed=True)
-    if not isinstance(value, Call):
-        return None
-    call, kind = value, value.name.rsplit(".", 1)[-1]
     try:
-        if kind == _SHARDED_TENSOR:
-            group = call.state[2]
-            rank, world = group.get("global_rank"), group.get("global_world_size")
-            needed = False  # a rank without elements has no block
-        elif kind == _DTENSOR:
-            spec = call.get("_spec")
-            mesh = read_device_mesh(spec.get("mesh"))
-            rank, world = mesh.rank, mesh.world
-            needed = prod(mesh.sizes) == world
-            needed &= all(placement.name.endswith("Shard") for placement in spec.get("placements"))
-        else:
+        if isinstance(value, dict) and "shard_info" in value:
+            return _build_saver(value.get("rank"), range(value["world_size"]), needed=True)
+        if not isinstance(value, Call):
             return None
-    except (IndexError, KeyError, TypeError, ValueError, AttributeError):
+        kind = value.name.rsplit(".", 1)[-1]
+        if kind == _SHARDED_TENSOR:
+            group = value.state[2]  # a rank without elements has no block
+            ranks = range(group.get("global_world_size"))
+            return _build_saver(group.get("global_rank"), ranks, needed=False)
+        if kind != _DTENSOR:
+            return None
+        spec = value.get("_spec")
+        mesh = read_device_mesh(spec.get("mesh"))
+        is_cut = all(placement.name.endswith("Shard") for placement in spec.get("placements"))
+        needed = is_cut and prod(mesh.sizes) == len(mesh.ranks or ())
+        return _build_saver(mesh.rank, mesh.ranks, needed=needed)
+    except (IndexError, KeyError, OverflowError, TypeError, ValueError, AttributeError):
         return None  # another version of torch; `describe_shards` refuses what cannot be read
-    return _build_saver(rank, world, needed=needed)
 
 
-def _build_saver(rank: Any, world: Any, *, needed: bool) -> Saver | None:
-    return Saver(rank, world, needed) if type(rank) is type(world) is int else None
+def _build_saver(rank: Any, ranks: Sequence[int] | None, *, needed: bool) -> Saver | None:
+    if type(rank) is not int or ranks is None:
+        return None
+    return Saver(rank, ranks, len(ranks), needed)
 
 
 def _place_shard(file: TorchFile, tensor: Any, box: Box, dtype: DType) -> Chunk:

@@ -10,7 +10,7 @@ from torch.distributed.tensor import DTensor
 
 import reshard
 from reshard.core import stamps
-from reshard.errors import CorruptError, UnsupportedError, UsageError
+from reshard.errors import CorruptError, IncompleteError, UnsupportedError, UsageError
 from tests.judged.alike import assert_alike, assert_same_state
 from tests.judged.expected import read_expected
 from tests.judges import mesh_worker as worker
@@ -232,3 +232,18 @@ def test_blocks_that_torch_itself_states_wrongly(tmp_path):
         assert checkpoint["weight"][...].tolist() == rows
     with pytest.raises(CorruptError, match="torch itself saved wrong blocks"):
         reshard.open(tmp_path / "dcp")
+
+
+def test_a_model_on_some_ranks_of_a_program(tmp_path):
+    """As the critic of two models has it: no file of the other ranks is missing."""
+    rows = [[float(row), -row] for row in range(5)]
+    worlds.run(4, worker.save_on_some, tmp_path, [1, 3], rows)
+    with reshard.open(tmp_path) as checkpoint:
+        assert checkpoint["weight"][...].tolist() == rows
+    (tmp_path / "model_rank1.pt").rename(tmp_path / "model_rank0.pt")
+    (tmp_path / "model_rank3.pt").rename(tmp_path / "model_rank1.pt")
+    with reshard.open(tmp_path) as checkpoint:
+        assert checkpoint["weight"][...].tolist() == rows
+    (tmp_path / "model_rank0.pt").unlink()
+    with pytest.raises(IncompleteError, match="no such file of rank 0"):
+        reshard.open(tmp_path)

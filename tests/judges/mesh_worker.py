@@ -14,7 +14,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_optimizer_state_dict
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import (
     DTensor,
@@ -118,6 +118,14 @@ def save_uneven(ranks, place, rows):
     dcp.save({"model": state}, checkpoint_id=place / "dcp")
     (place / "ranks").mkdir(exist_ok=True)
     torch.save(state, place / "ranks" / f"model_rank{ranks.rank}.pt")
+
+
+def save_on_some(ranks, place, members, rows):
+    """Save a matrix that lies on some ranks of the program alone, a file per rank."""
+    mesh = DeviceMesh("cpu", members)
+    if ranks.rank in members:
+        shards = distribute_tensor(torch.tensor(rows), mesh, [Shard(0)])
+        torch.save({"weight": shards}, place / f"model_rank{ranks.rank}.pt")
 
 
 def share_of(mesh, batch, ranks):

@@ -41,7 +41,7 @@ def read(location: Location) -> ParsedTree:
     shards = {name: path for name, path in location.files.items() if is_hf_shard(name)}
     ranks = {int(HF_SHARD.fullmatch(name)[1]) for name in shards}  # type: ignore[index]
     # The ranks in these names count from 1 (``_gen_file_name``).
-    missing = list_missing_ranks({rank - 1 for rank in ranks}, max(ranks))
+    missing = list_missing_ranks({rank - 1 for rank in ranks}, range(max(ranks)))
     if missing:
         raise IncompleteError(
             location,

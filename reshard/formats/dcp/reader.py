@@ -146,7 +146,7 @@ def find_metadata_files(location: Location) -> list[Path]:
             " directory as a second source",
         )
     writers = {int(match[1]) for name in location.files if (match := _DATA.fullmatch(name))}
-    missing = list_missing_ranks(ranks, max(ranks) + 1) or sorted(writers - ranks.keys())
+    missing = list_missing_ranks(ranks, range(max(ranks) + 1)) or sorted(writers - ranks.keys())
     if missing:
         raise IncompleteError(
             location,

@@ -59,7 +59,7 @@ def read(location: Location, table: Table) -> Manifest:
     files = {
         int(m[1]): path for name, path in location.files.items() if (m := FILE.fullmatch(name))
     }
-    missing = list_missing_ranks(files, max(files) + 1)
+    missing = list_missing_ranks(files, range(max(files) + 1))
     if missing:
         raise IncompleteError(
             location,

@@ -186,7 +186,7 @@ def _check_savers(files: Mapping[int, TorchFile], *, alone: bool) -> None:
             )
     path = as_path(next(iter(files.values())).path)
     are_ranks = alone or len(files) > 1 or is_of_rank(path.name)
-    missing = list_missing_ranks(by_rank, usual)
+    missing = list_missing_ranks(by_rank, next(iter(savers.values())).ranks)
     if (
         missing
         and are_ranks
@@ -201,6 +201,12 @@ def _check_savers(files: Mapping[int, TorchFile], *, alone: bool) -> None:
         )
 
 
+def _are_all_of_run(ranks: Mapping[int, Path]) -> bool:
+    """Return whether the tensors state that no other ranks saved them, as a part of a program's."""
+    saver = tree.find_saver(torch_reader.read(next(iter(ranks.values()))))
+    return saver is not None and saver.world == len(ranks) and ranks.keys() == set(saver.ranks)
+
+
 def _check_ranks(ranks: Mapping[int, Path]) -> None:
     first = next(iter(ranks.values()))
     stated = {match[1] for path in ranks.values() if (match := _WORLD.search(path.name))}
@@ -211,8 +217,8 @@ def _check_ranks(ranks: Mapping[int, Path]) -> None:
             TWO_RUNS,
         )
     world = int(stated.pop()) if stated else max(ranks) + 1
-    missing = list_missing_ranks(ranks, world)
-    if missing:
+    missing = list_missing_ranks(ranks, range(world))
+    if missing and not _are_all_of_run(ranks):
         raise IncompleteError(
             first.parent,
             f"contains {first.name}, but no such file of rank {', '.join(map(str, missing))}",

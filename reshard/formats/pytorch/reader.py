@@ -169,7 +169,7 @@ def _read_stage_folders(
     location: Location, folders: Mapping[int, Location], key: str | None
 ) -> list[Collected]:
     """Read the folders of pipeline stages; files beside the folders are read with the first."""
-    missing = list_missing_ranks(folders, max(folders) + 1)
+    missing = list_missing_ranks(folders, range(max(folders) + 1))
     if missing:
         present = " and ".join(folder.name for folder in folders.values())
         raise IncompleteError(
