@@ -30,7 +30,7 @@ PER_GROUP = ("base_lrs", "_last_lr", "lr_lambdas")  # lists in torch's scheduler
 _OWN_KEYS = ("match", "fqns", "frozen")
 _SHOWN = 4
 _FREEZE = '{"match": ..., "frozen": true}'
-_THAW = '{"match": ..., "frozen": false}'
+THAW = '{"match": ..., "frozen": false}'
 _FOLLOW_SOURCE = (
     "give the live optimizer the param groups of the source (DeepSpeed makes one group if its"
     " configuration names the optimizer: leave optimizer and scheduler out of it)"
@@ -312,7 +312,7 @@ def _assign(
             raise UsageError(
                 f"{given.where}: group {number}",
                 f"names {_list_some(unknown)}, which the source does not train",
-                f"if the new run trains them, pass {_THAW} to reshard split --param-groups FILE",
+                f"if the new run trains them, pass {THAW} to reshard split --param-groups FILE",
             )
         for fqn, numbers in owners.items():
             if rule.takes(fqn, tied) and (rule.frozen is False or fqn not in new):

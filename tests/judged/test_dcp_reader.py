@@ -24,6 +24,7 @@ EXAMPLE = Path(__file__).parents[2] / "examples" / "llama-zero3-4ranks"
 WRONG = {
     "missing": ("IncompleteError", "does not have 'model.extra.weight'", "allow_partial_load"),
     "slot": ("IncompleteError", "max_exp_avg_sq", "which the target requests"),
+    "more": ("IncompleteError", "'optim.state.extra.exp_avg'", "trains more parameters now"),
     "shape": ("ValueError", "Size mismatch", "model.model.norm.weight"),
     "ema": ("IncompleteError", "does not have 'ema.", "allow_partial_load"),
     "groups": ("UsageError", "has 1 parameter groups, but the target has 2", "flatten_optimizer"),

@@ -289,6 +289,7 @@ CHANGES = {
     "shape": with_weight("model.norm.weight", torch.zeros(5)),
     "integers": with_weight("model.norm.weight", torch.zeros(32, dtype=torch.int32)),
     "slot": with_slot,
+    "more": lambda _: {"optim": {"state": {"extra": {"exp_avg": torch.zeros(3)}}}},
     "prefix": lambda state: {"net": state["model"]},
     "optimizer prefix": lambda state: {"model": state["model"], "adam": state["optim"]},
     "ema": lambda state: state | {"ema": {n: v.clone() for n, v in state["model"].items()}},

@@ -15,6 +15,7 @@ from torch.distributed.checkpoint.planner import LoadItemType, LoadPlanner, Read
 from reshard.core.manifest import MEMBER_LISTS, WEIGHT_KINDS, Entry, ParamGroup
 from reshard.errors import DifferentError, IncompleteError, UsageError
 from reshard.live.dcp.target import STATE, STEP, Hyper, Keys, Resolved, Step, iterate_splits
+from reshard.training.param_groups import THAW
 from reshard.units import counted, some
 
 _NAMED = 5  # missing names spelled out in a message
@@ -172,12 +173,16 @@ class PlainItems:
                     " torch.distributed.checkpoint.state_dict.get_optimizer_state_dict",
                 )
         names = some([repr(name) for name in missing], _NAMED)
-        raise IncompleteError(
-            path,
-            f"does not have {names}, which the target requests",
+        remedy = (
             "leave the tensor out of the state dict, or load with"
-            " planner=DefaultLoadPlanner(allow_partial_load=True)",
+            " planner=DefaultLoadPlanner(allow_partial_load=True)"
         )
+        if all(any(r.startswith(f"{STATE}.") for _, r in iterate_splits(key)) for key in missing):
+            remedy += (
+                f"; if the run trains more parameters now, first pass {THAW} to reshard split"
+                " --param-groups FILE"
+            )
+        raise IncompleteError(path, f"does not have {names}, which the target requests", remedy)
 
     def _refuse_empty_optimizer(self) -> None:
         """Refuse a target with the param groups of an optimizer that has not created its state yet.
