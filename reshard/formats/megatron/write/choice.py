@@ -193,6 +193,7 @@ def resolve(state: WritableState, wanted: MegatronOptions, described: Described)
             "write another target with Megatron's names: --to dcp --names source",
         )
     table, architecture, args = described.table, described.architecture, described.args
+    _check_heads(args, wanted.sizes.tensor)
     constants = {"layers": architecture.layers} if architecture.layers else {}
     shapes = {weight.fqn: weight.value.shape for weight in state.weights}
     gated = infer_model(Arguments(state.manifest.origin.path, args), shapes).gated
@@ -251,6 +252,20 @@ def resolve(state: WritableState, wanted: MegatronOptions, described: Described)
         (*notes, *param_groups.notes, *schedule_notes),
         tuple(f"args.{name}" for name in args if name not in adapted),
     )
+
+
+def _check_heads(args: Mapping[str, Any], ranks: int) -> None:
+    """Refuse tensor-parallel ranks that would share a head, which Megatron does not build.
+
+    Source: core_v0.16.1 ``core/transformer/transformer_config.py`` (``__post_init__``).
+    """
+    heads = args.get("num_attention_heads")
+    if type(heads) is int and heads % ranks and not has_own_configs(args):
+        raise UsageError(
+            f"tensor-parallel size {ranks}",
+            f"does not divide num_attention_heads, which is {heads}",
+            "pass a --tp that does",
+        )
 
 
 def _adapt_args(
