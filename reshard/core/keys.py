@@ -172,7 +172,7 @@ def edit(manifest: Manifest, edits: Edits) -> Edited:
                 done.renamed.append((bare, names[fqn]))
         return names[fqn]
 
-    entries = [replace(entry, fqn=new_name(entry.fqn)) for entry in manifest.entries.values()]
+    entries = [_rename_entry(entry, new_name(entry.fqn)) for entry in manifest.entries.values()]
     tied = {new_name(alias): new_name(kept) for alias, kept in manifest.tied.items()}
     absent = tuple(map(new_name, manifest.absent))
     include = compile_patterns(edits.include, "--include")
@@ -190,7 +190,7 @@ def edit(manifest: Manifest, edits: Edits) -> Edited:
     done.unmatched += _find_unmatched("--include", include, names.values())
     done.unmatched += _find_unmatched("--exclude", exclude, names.values())
     done.excluded = sorted({e.fqn for e in entries if not is_selected(e.fqn)})
-    entries = [replace(entry, fqn=heirs.get(entry.fqn, entry.fqn)) for entry in entries]
+    entries = [_rename_entry(entry, heirs.get(entry.fqn, entry.fqn)) for entry in entries]
     kept = [entry for entry in entries if is_selected(entry.fqn)]
     if entries and not kept:
         raise UsageError("--include/--exclude", f"selects none of the {len(names)} tensors")
@@ -204,6 +204,11 @@ def edit(manifest: Manifest, edits: Edits) -> Edited:
         absent=tuple(filter(is_selected, absent)),
     )
     return done
+
+
+def _rename_entry(entry: Entry, fqn: str) -> Entry:
+    """Return an entry under another name; a copy is made only if the name changes."""
+    return entry if entry.fqn == fqn else replace(entry, fqn=fqn)
 
 
 def _collect_names(manifest: Manifest) -> dict[str, None]:
@@ -238,7 +243,7 @@ def select(manifest: Manifest, names: Mapping[str, str]) -> Manifest:
     _refuse_collisions(dict(names))
     heirs, tied = _reassign_ties(dict(manifest.tied), names.__contains__)
     moved = [
-        replace(entry, fqn=heirs.get(entry.fqn, entry.fqn)) for entry in manifest.entries.values()
+        _rename_entry(entry, heirs.get(entry.fqn, entry.fqn)) for entry in manifest.entries.values()
     ]
     kept = [replace(each, fqn=names[each.fqn]) for each in moved if each.fqn in names]
 
