@@ -10,6 +10,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
 import reshard
+from reshard.errors import UsageError
 from reshard.layouts.model_parallel.families import load_families, read_config
 from reshard.testing.megatron import models
 from reshard.testing.megatron import proof as families
@@ -102,6 +103,16 @@ def test_layers_that_predict_more_tokens_go_with_qwen3_next(tmp_path):
     back = load_file(tmp_path / "back" / "model.safetensors")
     assert back.keys() == (weights | more).keys()
     assert all(torch.equal(back[name], value) for name, value in (weights | more).items())
+
+
+def test_ranks_that_would_share_a_head_of_a_delta_net_are_refused(tmp_path):
+    config = models.shrink(models.read_config("qwen3_next"))
+    config.update({"num_attention_heads": 8, "linear_num_key_heads": 4})
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "model")
+    with pytest.raises(UsageError, match="size 8: does not divide linear_num_key_heads, which is 4"):
+        reshard.split(
+            tmp_path / "model", tmp_path / "out", to="megatron", weights_only=True, tp=8, pp=1, dp=1
+        )
 
 
 @pytest.mark.parametrize("name", NAMED)

@@ -259,13 +259,17 @@ def _check_heads(args: Mapping[str, Any], ranks: int) -> None:
 
     Source: core_v0.16.1 ``core/transformer/transformer_config.py`` (``__post_init__``).
     """
-    heads = args.get("num_attention_heads")
-    if type(heads) is int and heads % ranks and not has_own_configs(args):
-        raise UsageError(
-            f"tensor-parallel size {ranks}",
-            f"does not divide num_attention_heads, which is {heads}",
-            "pass a --tp that does",
-        )
+    counted = ["num_attention_heads"]
+    if args.get("experimental_attention_variant") == "gated_delta_net":
+        counted += ["linear_num_key_heads", "linear_num_value_heads"]
+    for name in counted:
+        heads = args.get(name)
+        if type(heads) is int and heads % ranks and not has_own_configs(args):
+            raise UsageError(
+                f"tensor-parallel size {ranks}",
+                f"does not divide {name}, which is {heads}",
+                "pass a --tp that does",
+            )
 
 
 def _adapt_args(
