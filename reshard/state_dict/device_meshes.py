@@ -15,6 +15,7 @@ from math import prod
 from typing import Any
 
 from reshard.containers.pickles.values import Call
+from reshard.containers.torch_objects import Tensor
 from reshard.core.box import Index, as_index, row_major
 from reshard.errors import shown
 
@@ -40,7 +41,7 @@ class DeviceMesh:
     coordinate: Index | None
     disordered: tuple[Index, ...]
     rank: int | None
-    ranks: Index | None
+    ranks: Sequence[int] | None
 
 
 @lru_cache(maxsize=8)  # the tensors of a file share a few meshes
@@ -58,11 +59,7 @@ def read_device_mesh(call: Call) -> DeviceMesh:
             raise TypeError(f"{shown(coordinate)} is not a mesh coordinate")
         coordinate = tuple(coordinate)
     names = _get(call, "mesh_dim_names") or ("",)
-    device, rank, ranks = (
-        _get(call, "device_type"),
-        call.get("_rank"),
-        call.get("_flatten_rank_map"),
-    )
+    device, rank = _get(call, "device_type"), call.get("_rank")
     return DeviceMesh(
         device if isinstance(device, str) else "",
         tuple(names) if all(isinstance(name, str) for name in names) else (),
@@ -70,8 +67,19 @@ def read_device_mesh(call: Call) -> DeviceMesh:
         coordinate,
         tuple(_find_disordered(call, axes, coordinate)),
         rank if type(rank) is int else None,
-        as_index(ranks) if isinstance(ranks, (tuple, list)) else None,
+        _read_ranks(call),
     )
+
+
+def _read_ranks(call: Call) -> Sequence[int] | None:
+    """Return the ranks of the whole run; None before torch 2.10.
+
+    Only the list states them: of the tensor beside it, the file's pickle has no values.
+    """
+    ranks, tensor = call.get("_flatten_rank_map"), call.get("_rank_map")
+    if isinstance(ranks, (tuple, list)) and all(type(each) is int for each in ranks):
+        return tuple(ranks)
+    return range(prod(tensor.shape)) if isinstance(tensor, Tensor) else None
 
 
 def _get(mesh: Call, name: str) -> Any:

@@ -109,7 +109,9 @@ def test_ranks_that_would_share_a_head_of_a_delta_net_are_refused(tmp_path):
     config = models.shrink(models.read_config("qwen3_next"))
     config.update({"num_attention_heads": 8, "linear_num_key_heads": 4})
     AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "model")
-    with pytest.raises(UsageError, match="size 8: does not divide linear_num_key_heads, which is 4"):
+    with pytest.raises(
+        UsageError, match="size 8: does not divide linear_num_key_heads, which is 4"
+    ):
         reshard.split(
             tmp_path / "model", tmp_path / "out", to="megatron", weights_only=True, tp=8, pp=1, dp=1
         )

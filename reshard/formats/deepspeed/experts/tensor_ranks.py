@@ -83,7 +83,9 @@ def read(files: TagFiles, firsts: Sequence[ModelStates], tensor: int) -> TensorR
             0.19.
     """
     has_stages = len(firsts) > tensor
-    if files.layers or (has_stages and tensor > 1):
+    with_experts = set().union(*files.experts.values())
+    lacks_experts = any(number not in with_experts for number in range(len(firsts)))
+    if files.layers or (has_stages and (tensor > 1 or lacks_experts)):
         raise UnsupportedError(
             files.location,
             "contains experts of a pipeline-parallel run, which reshard reads only if every stage"
