@@ -103,10 +103,10 @@ def _list_groups(trainer: Any, config: Mapping[str, Any] | None) -> Sequence[Map
     rates = {True: trainer.args.weight_decay, False: 0.0}  # whether a group's parameters decay
     return [
         {
-            "params": [p for p, name in names.items() if (name in decaying) is kind],
-            "weight_decay": r,
+            "params": [p for p, name in names.items() if (name in decaying) is decays],
+            "weight_decay": rate,
         }
-        for kind, r in rates.items()
+        for decays, rate in rates.items()
     ]
 
 

@@ -245,7 +245,7 @@ def select(manifest: Manifest, names: Mapping[str, str]) -> Manifest:
     moved = [
         _rename_entry(entry, heirs.get(entry.fqn, entry.fqn)) for entry in manifest.entries.values()
     ]
-    kept = [replace(each, fqn=names[each.fqn]) for each in moved if each.fqn in names]
+    kept = [_rename_entry(each, names[each.fqn]) for each in moved if each.fqn in names]
 
     def new(fqn: str) -> str:
         return names.get(fqn, fqn)

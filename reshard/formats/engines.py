@@ -19,6 +19,9 @@ from reshard.formats.target_options import FsdpVersion
 _BY_ACCELERATE = ("accelerate", "fsdp", "hf-trainer")
 
 
+_UNSCALED_SINCE = (0, 18, 3)  # DeepSpeed's versions that do not scale the loss at stage 0
+
+
 @dataclass(frozen=True, slots=True)
 class LoadedForm:
     """The properties of a checkpoint that decide whether an engine loads it.
@@ -111,7 +114,7 @@ def _is_local(form: LoadedForm) -> bool:
     return any(PurePath(name).name.startswith("pytorch_model_fsdp_rank") for name in form.names)
 
 
-def _scales_only_one(form: LoadedForm) -> bool:
+def _changes_scale_of_moments(form: LoadedForm) -> bool:
     """Return whether either the source or the output, not both, is fp16 at DeepSpeed's stage 0."""
     if form.source is None or not form.has_optimizer:
         return False
@@ -122,7 +125,6 @@ def _scales_only_one(form: LoadedForm) -> bool:
     return of_source != (form.zero_stage == 0 and form.precision == "float16")
 
 
-_UNSCALED_SINCE = (0, 18, 3)
 TABLE = (
     Defect(
         engine="accelerate",
@@ -158,7 +160,7 @@ TABLE = (
     Defect(
         engine="deepspeed",
         checked="0.18.3, 0.19.8",
-        concerns=_scales_only_one,
+        concerns=_changes_scale_of_moments,
         effect="in fp16 at stage 0, engine.backward does not multiply the loss by the loss scale,"
         " by which the optimizer divides the gradients, so that moments of this stage are smaller"
         " than those of the others: the next updates differ from those of the unbroken run",

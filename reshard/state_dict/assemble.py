@@ -373,9 +373,10 @@ def _resolve_flat_params(
     beside = format_path((*parts.model_path[:-1], shard_metadata.KEY))
     if beside in parts.client:
         about = parts.client[beside]
-        copies = [path for path in parts.client if path.endswith(f".{shard_metadata.KEY}")]
-        for path in (beside, *copies):  # another copy is beside the Trainer's optimizer
-            parts.client.pop(path, None)
+        # HF Trainer saves another copy beside the optimizer.
+        copies = {path for path in parts.client if path.endswith(f".{shard_metadata.KEY}")}
+        for path in {beside, *copies}:
+            del parts.client[path]
         return shard_metadata.resolve(parts.model, about, parsed.where)
     if any(flat_params.parse_prefix(key) is not None for key in parts.model):
         shapes: dict[str, Index] = {}

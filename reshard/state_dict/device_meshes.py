@@ -74,7 +74,7 @@ def read_device_mesh(call: Call) -> DeviceMesh:
 def _read_ranks(call: Call) -> Sequence[int] | None:
     """Return the ranks of the whole run; None before torch 2.10.
 
-    Only the list states them: of the tensor beside it, the file's pickle has no values.
+    The pickle has the list's values, but of the tensor only its size: then they count from 0.
     """
     ranks, tensor = call.get("_flatten_rank_map"), call.get("_rank_map")
     if isinstance(ranks, (tuple, list)) and all(type(each) is int for each in ranks):

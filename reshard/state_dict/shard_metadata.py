@@ -16,10 +16,12 @@ from math import prod
 from typing import Any
 
 from reshard.core.box import Index, as_index
+from reshard.core.keys import strip_wrappers
 from reshard.core.schema import COUNT, SHAPE, TEXT, expect, mapping, record, row, sequence
 from reshard.errors import FETCH_MISSING, CorruptError
 from reshard.state_dict import flat_params
 from reshard.state_dict.flat_params import FlatUnit
+from reshard.state_dict.sharded_reader import XLA_SHARDS
 from reshard.state_dict.tree import LocalTensors
 
 KEY = "shard_metadata"
@@ -30,7 +32,7 @@ _XLA = record(
     shard_info=mapping(TEXT, mapping(TEXT, _SHARD)),
     flatten_info=mapping(TEXT, row(sequence(TEXT), sequence(SHAPE), sequence(COUNT))),
 )
-_XLA_WRAPPERS = ("_fsdp_wrapped_module.", "_fpw_module.")
+_XLA_WRAPPERS = frozenset(("_fsdp_wrapped_module", "_fpw_module"))
 
 
 def resolve(
@@ -66,7 +68,7 @@ def resolve(
 
 def is_xla(metadata: Any) -> bool:
     """Return whether metadata are those of torch_xla."""
-    return isinstance(metadata, Mapping) and "shard_info" in metadata
+    return isinstance(metadata, Mapping) and XLA_SHARDS in metadata
 
 
 def _read_fairscale(metadata: Any, where: str) -> dict[str, FlatUnit]:
@@ -76,10 +78,9 @@ def _read_fairscale(metadata: Any, where: str) -> dict[str, FlatUnit]:
     for entry in metadata["param_metadata"]:
         path = entry["fsdp_path"]
         for name, flat in entry["params"].items():
-            members = _pair(name, flat["names"], flat["shapes"], where)
-            members = [(_join(path, fqn), shape) for fqn, shape in members]
-            total = sum(flat["numels"])
-            units[_join(path, name)] = flat_params.build_unit(path, members, total, where)
+            key, total = _join(path, name), sum(flat["numels"])
+            members = _list_members(path, flat["names"], flat["shapes"], key, where)
+            units[key] = flat_params.build_unit(path, members, total, where)
     return units
 
 
@@ -87,21 +88,17 @@ def _read_xla(metadata: Any, where: str) -> dict[str, FlatUnit]:
     """Return the units in torch_xla's metadata by the keys of their shards, without padding."""
     expect(where, metadata, _XLA, KEY)
     units = {}
-    for module, shards in metadata["shard_info"].items():
+    for module, shards in metadata[XLA_SHARDS].items():
         for key, shard in shards.items():
-            name = _join(module, shard["_orig_name"])
+            name, shape = _join(module, shard["_orig_name"]), as_index(shard["_orig_size"])
             flat = metadata["flatten_info"].get(name)
-            if flat is None:  # a parameter that is cut by itself
-                members = [(name, as_index(shard["_orig_size"]))]
+            if flat is None:
+                members = [(name, shape)]  # a parameter that is cut by itself
             else:
-                path = name.rpartition(".")[0]
-                pairs = _pair(name, flat[0], flat[1], where)
-                members = [(_join(path, fqn), shape) for fqn, shape in pairs]
-            members = [(_strip(fqn), shape) for fqn, shape in members]
-            total = prod(shard["_orig_size"])
-            units[_join(module, key)] = flat_params.build_unit(
-                _strip(module), members, total, where
-            )
+                members = _list_members(name.rpartition(".")[0], flat[0], flat[1], name, where)
+            members = [(_strip(fqn), own) for fqn, own in members]
+            unit = flat_params.build_unit(_strip(module), members, prod(shape), where)
+            units[_join(module, key)] = unit
     return units
 
 
@@ -121,15 +118,21 @@ def _pad(unit: FlatUnit, numel: int, where: str) -> FlatUnit:
     return replace(unit, numel=numel)
 
 
-def _pair(
-    name: str, names: Sequence[str], shapes: Sequence[Any], where: str
+def _list_members(
+    path: str, names: Sequence[str], shapes: Sequence[Any], key: str, where: str
 ) -> list[tuple[str, Index]]:
-    """Return the names of a flat parameter's members with their shapes."""
+    """Return the fqn and the shape of each member of a flat parameter.
+
+    Args:
+        path: the module in which the names are.
+        key: the flat parameter, for messages.
+    """
     if len(names) != len(shapes):
-        raise CorruptError(where, f"{KEY} of {name!r} does not have one shape for each name")
+        raise CorruptError(where, f"{KEY} of {key!r} does not have one shape for each name")
     if not names:
-        raise CorruptError(where, f"{KEY} of {name!r} names no parameter")
-    return [(fqn, as_index(shape)) for fqn, shape in zip(names, shapes, strict=True)]
+        raise CorruptError(where, f"{KEY} of {key!r} names no parameter")
+    named = zip(names, shapes, strict=True)
+    return [(_join(path, name), as_index(shape)) for name, shape in named]
 
 
 def _join(path: str, name: str) -> str:
@@ -139,6 +142,4 @@ def _join(path: str, name: str) -> str:
 
 def _strip(name: str) -> str:
     """Return a name without the modules that torch_xla's FSDP inserts."""
-    for wrapper in _XLA_WRAPPERS:
-        name = f"{name}.".replace(wrapper, "")[:-1]
-    return name
+    return strip_wrappers([name], _XLA_WRAPPERS)[name]

@@ -8,7 +8,7 @@ Sources: torch 2.13 ``distributed/_shard/sharded_tensor/api.py`` (``__getstate__
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import cache
 from math import prod
 from typing import Any
@@ -25,6 +25,7 @@ from reshard.quantised import moments
 from reshard.state_dict.device_meshes import DeviceMesh, read_device_mesh
 from reshard.state_dict.global_tensor import GlobalTensor
 
+XLA_SHARDS = "shard_info"  # in the metadata of torch_xla: the parameters of each shard
 _SHARDED_TENSOR = "ShardedTensor"
 _DTENSOR = "DTensor"
 _NEWER = "a newer torch than reshard supports saved it: save it with DCP instead"
@@ -88,9 +89,13 @@ class Saver:
     """
 
     rank: int
-    ranks: Sequence[int] = field(compare=False)  # `world` stands for them
-    world: int
+    ranks: Sequence[int]
     needed: bool
+
+    @property
+    def world(self) -> int:
+        """The number of ranks."""
+        return len(self.ranks)
 
 
 def read_saver(value: Any) -> Saver | None:
@@ -100,14 +105,15 @@ def read_saver(value: Any) -> Saver | None:
     ``xla_fully_sharded_data_parallel.py``, ``get_shard_metadata``).
     """
     try:
-        if isinstance(value, dict) and "shard_info" in value:
+        if isinstance(value, dict) and XLA_SHARDS in value:
             return _build_saver(value.get("rank"), range(value["world_size"]), needed=True)
         if not isinstance(value, Call):
             return None
         kind = value.name.rsplit(".", 1)[-1]
         if kind == _SHARDED_TENSOR:
-            group = value.state[2]  # a rank without elements has no block
+            group = value.state[2]
             ranks = range(group.get("global_world_size"))
+            # It is not needed, as a rank without elements has no block.
             return _build_saver(group.get("global_rank"), ranks, needed=False)
         if kind != _DTENSOR:
             return None
@@ -121,9 +127,7 @@ def read_saver(value: Any) -> Saver | None:
 
 
 def _build_saver(rank: Any, ranks: Sequence[int] | None, *, needed: bool) -> Saver | None:
-    if type(rank) is not int or ranks is None:
-        return None
-    return Saver(rank, ranks, len(ranks), needed)
+    return Saver(rank, ranks, needed) if type(rank) is int and ranks is not None else None
 
 
 def _place_shard(file: TorchFile, tensor: Any, box: Box, dtype: DType) -> Chunk:

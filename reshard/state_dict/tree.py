@@ -106,12 +106,12 @@ def convert_file(file: TorchFile, rank: int = 0) -> Any:
 def find_saver(file: TorchFile) -> sharded_reader.Saver | None:
     """Return what the sharded tensors of a file state about its rank; None if they do not."""
     root = file.root if isinstance(file.root, (dict, list, tuple)) else ()
-    savers = {
+    savers = (
         saver
         for _, node in walk(root, _SAVER_DEPTH)
         for value in (node.values() if isinstance(node, dict) else node)
         if (saver := sharded_reader.read_saver(value))
-    }
+    )
     return max(savers, key=lambda saver: saver.needed, default=None)
 
 

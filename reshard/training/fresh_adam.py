@@ -84,7 +84,7 @@ def find_idle(
 
 
 def _find_new(groups: Iterable[TrainedGroup]) -> dict[str, tuple[str, ...]]:
-    """Return the parameters of an Adam without state whose updates are counted, and are 0."""
+    """Return the parameters without state that an Adam has updated 0 times, and their slots."""
     return {
         member.fqn: _list_slots(group.hyper)
         for group in groups

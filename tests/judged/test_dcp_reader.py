@@ -264,7 +264,7 @@ def test_a_target_that_is_not_contiguous(tmp_path):
 @pytest.mark.filterwarnings("ignore:torch.distributed is")
 @pytest.mark.parametrize("is_written", [True, False])
 def test_an_optimizer_of_named_parameters(is_written, tmp_path):
-    """Its groups have ``param_names``, which DCP asks for."""
+    """Load the groups of a live optimizer that have ``param_names``, which DCP asks for."""
     source = tmp_path / "state.pt"
     saved, optimizer = make_named()
     saved(torch.ones(2, 3)).square().sum().backward()

@@ -120,7 +120,7 @@ def test_the_optimizer_of_rows_is_left_out_and_reported():
 
 
 def test_the_metadata_of_torch_xla_state_the_rank(tmp_path):
-    """They count, whatever the names of the files are."""
+    """Find files of another rank by the metadata, whatever the names of the files are."""
     for path in (DATA / "torch_xla" / "flat" / "ckpt").iterdir():
         shutil.copy(path, tmp_path / f"{path.stem.partition('-of-')[0]}.pth")
     first, second, last = sorted(tmp_path.iterdir())

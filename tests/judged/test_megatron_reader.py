@@ -139,7 +139,7 @@ def test_the_buffers_of_experts_are_not_left_out(megatron_case, tmp_path):
 
 
 def test_buffers_of_another_grid_are_refused(megatron_case, tmp_path):
-    """They are stored apart, so those of the second stage would seem to be frozen."""
+    """Exchange the arguments: the buffers of the second stage would be left out, as if frozen."""
     run = shutil.copytree(
         megatron_case("llama_fp32_distopt_pp2dp2") / "torch_dist", tmp_path / "run"
     )

@@ -106,7 +106,7 @@ def describe_split(
         report.kept.append(f"{len(masters - rounded)} fp32 master weights")
     if rounded:
         report.dropped.append(
-            f"fp32 master weights of {len(rounded)} parameters that are now frozen"
+            f"fp32 master weights of {units.counted(len(rounded), 'parameter')} frozen from now on"
         )
     is_new = bool(state.zero_slots) and not state.has_stored_slots
     if state.groups and not is_new:

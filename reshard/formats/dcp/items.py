@@ -27,7 +27,7 @@ from reshard.system.ranges import Range
 ZIP = b"PK"  # the first bytes of a torch.save archive
 _BATCH = 512  # blocks whose archives are opened together
 _MIXED = "the file and .metadata belong to different saves: fetch the checkpoint again as a whole"
-# torch 2.13 ``distributed/tensor/_utils.py`` computes the blocks of a `_StridedShard` so.
+# The fault is in torch 2.13 ``distributed/tensor/_utils.py``: the blocks of a `_StridedShard`.
 _UNEVEN = (
     f"{_MIXED}. If FSDP and tensor parallelism cut it along one dim, and a rank has no rows of it,"
     " torch itself saved wrong blocks: save one file per rank with torch.save"

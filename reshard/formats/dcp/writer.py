@@ -74,7 +74,7 @@ def lay_out_fsdp(state: WritableState, request: Request) -> Skeleton:
 
 
 def _build_optimizer(state: WritableState) -> dict[str, Any]:
-    """Build the optimizer's state dict, with the names that an optimizer of named ones asks for."""
+    """Build the optimizer's state dict with ``param_names``, for optimizers of named parameters."""
     return torch_state_dict.build_optimizer(state, "fqn", named=True)
 
 

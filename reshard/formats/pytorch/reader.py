@@ -314,9 +314,10 @@ def _collect_parts(
     weights = _find_safetensors(location)
     warnings += _describe_others(location, weights)
     # torch_xla's shards state which parameters the optimizer's are; the Trainer also saves a copy.
-    by_rank = "pytorch_model" in families and len(families["pytorch_model"].files) > 1
+    saved = families.get("pytorch_model")
+    by_rank = saved is not None and len(saved.files) > 1
     # Two copies of a model would need a --key to choose between them, so only one is read.
-    if "model" in weights and "pytorch_model" in families and not by_rank:
+    if "model" in weights and saved is not None and not by_rank:
         del families["pytorch_model"]
         warnings.append(_COPY.format("pytorch_model.bin", "the safetensors beside it"))
     for stem, files in families.items():

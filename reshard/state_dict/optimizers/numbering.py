@@ -48,12 +48,10 @@ class UnknownShapeError(AmbiguousError):
         shapes = [s for s in signs if isinstance(s, tuple) and all(isinstance(n, int) for n in s)]
         sizes = [sign for sign in signs if isinstance(sign, int) and sign >= 0]
         shape = max(shapes, key=len, default=())
-        if shape:
-            what = f"of shape {list(shape)}, which no weight that was read has"
-        elif sizes:
-            what = f"of {sizes[0]} elements, which no weight that was read has"
-        else:
-            what = "whose sizes on the ranks fit no weight that was read"
+        what = "whose sizes on the ranks fit no weight that was read"
+        if shape or sizes:
+            form = f"shape {list(shape)}" if shape else f"{sizes[0]} elements"
+            what = f"of {form}, which no weight that was read has"
         Exception.__init__(self, f"it has states of a parameter {what}")
         if len(shape) > 1:  # otherwise they may be of a flat parameter
             self.advice = "save again with all parameters of the optimizer in one state dict"

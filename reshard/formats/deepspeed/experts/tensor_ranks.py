@@ -84,7 +84,7 @@ def read(files: TagFiles, firsts: Sequence[ModelStates], tensor: int) -> TensorR
     """
     has_stages = len(firsts) > tensor
     with_experts = set().union(*files.experts.values())
-    lacks_experts = any(number not in with_experts for number in range(len(firsts)))
+    lacks_experts = not with_experts.issuperset(range(len(firsts)))
     if files.layers or (has_stages and (tensor > 1 or lacks_experts)):
         raise UnsupportedError(
             files.location,
