@@ -3,20 +3,36 @@
 from __future__ import annotations
 
 import re
+from itertools import filterfalse
+
+import pytest
 
 from reshard.formats.megatron import order
 from reshard.layouts.model_parallel.rules import load_whole_table
 
+NAMES = {
+    pattern.text
+    for rule in load_whole_table("megatron").rules
+    for dialect in ("local", "te")
+    for pattern in rule.get_patterns(dialect)
+}
+
+
+def name_first(pattern: str, last: str = "weight") -> str:
+    """Return the name of a parameter of the first layer and of the first expert."""
+    return re.sub(r"\{.*?\}", "0", pattern.replace("{p}", last))
+
 
 def test_every_name_of_a_table_has_a_place():
-    names = {
-        re.sub(r"\{.*?\}", "0", pattern.text)
-        for rule in load_whole_table("megatron").rules
-        for dialect in ("local", "te")
-        for pattern in rule.get_patterns(dialect)
-    }
-    assert len(names) > 50
-    assert sorted(name for name in names if not order.has_place(name)) == []
+    assert len(NAMES) > 50
+    assert sorted(filterfalse(order.has_place, map(name_first, NAMES))) == []
+
+
+@pytest.mark.parametrize("pattern", sorted(name for name in NAMES if "{p}" in name))
+def test_a_bias_is_behind_its_weight(pattern):
+    """As ``named_parameters`` lists them; torch_dist may list either first."""
+    weight, bias = (order.sort_key(name_first(pattern, last)) for last in ("weight", "bias"))
+    assert weight < bias
 
 
 def test_a_module_that_megatron_lacks_has_none():

@@ -78,7 +78,7 @@ EXPERTS: dict[str, Any] = {
 }
 FAMILIES: dict[str, dict[str, Any]] = {
     "llama": LLAMA,
-    "llama_mtp": LLAMA | {"mtp_num_layers": 1},
+    "llama_mtp": LLAMA | {"mtp_num_layers": 1, "normalization": "LayerNorm"},
     "llama_fused": LLAMA | {"fused": True},
     "gpt2": GPT2,
     "gpt2_fused": GPT2 | {"fused": True},

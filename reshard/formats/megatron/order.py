@@ -91,7 +91,8 @@ _LAYER = (  # a name sorts by the first of these with which it begins inside its
 )
 _MTP = re.compile(r"mtp\.layers\.(\d+)\.(.+)")
 _FINAL_NORM = re.compile(r"decoder\.final_(layer)?norm\.")
-_IN_MTP = ("enorm.", "hnorm.", "eh_proj.", "transformer_layer.", "final_layernorm.")
+_IN_LAYER_OF_MTP = "transformer_layer."
+_IN_MTP = ("enorm.", "hnorm.", "eh_proj.", _IN_LAYER_OF_MTP, "final_layernorm.")
 _OUTSIDE = (
     "word_embeddings.",
     "position_embeddings.",
@@ -123,8 +124,10 @@ def sort_key(fqn: str) -> SortKey:
     bias = int("bias" in last)
     mtp = _MTP.fullmatch(fqn)
     if mtp is not None:
-        module = mtp[2].removeprefix(_IN_MTP[3])
-        return (3, int(mtp[1]), _find_prefix(_IN_MTP, mtp[2]), *_sort_in_layer(fqn, module))
+        number, part = int(mtp[1]), _find_prefix(_IN_MTP, mtp[2])
+        if not mtp[2].startswith(_IN_LAYER_OF_MTP):
+            return (3, number, part, bias)
+        return (3, number, part, *_sort_in_layer(fqn, mtp[2].removeprefix(_IN_LAYER_OF_MTP)))
     tower = _find_prefix(_TOWERS, fqn)
     if tower < len(_TOWERS):
         return (5, tower)  # in the order of its file
@@ -144,11 +147,11 @@ def sort_key(fqn: str) -> SortKey:
 def has_place(fqn: str) -> bool:
     """Return whether Megatron's modules determine the position of a layer's parameter."""
     mtp, match = _MTP.fullmatch(fqn), _IN_LAYER.fullmatch(fqn)
-    if mtp is not None and not mtp[2].startswith(_IN_MTP[3]):
+    if mtp is not None and not mtp[2].startswith(_IN_LAYER_OF_MTP):
         return _find_prefix(_IN_MTP, mtp[2]) < len(_IN_MTP)
     if mtp is None and match is None:
         return True  # outside of layers, by groups
-    inner = mtp[2].removeprefix(_IN_MTP[3]) if mtp else match[1] if match else ""
+    inner = mtp[2].removeprefix(_IN_LAYER_OF_MTP) if mtp else match[1] if match else ""
     return _find_prefix(_LAYER, inner) < len(_LAYER)
 
 
