@@ -105,16 +105,30 @@ def test_layers_that_predict_more_tokens_go_with_qwen3_next(tmp_path):
     assert all(torch.equal(back[name], value) for name, value in (weights | more).items())
 
 
-def test_ranks_that_would_share_a_head_of_a_delta_net_are_refused(tmp_path):
-    config = models.shrink(models.read_config("qwen3_next"))
-    config.update({"num_attention_heads": 8, "linear_num_key_heads": 4})
+@pytest.mark.parametrize(
+    ("name", "sizes", "problem"),
+    [
+        (
+            "qwen3_next",
+            {"num_attention_heads": 8, "linear_num_key_heads": 4},
+            "size 8: does not divide linear_num_key_heads, which is 4",
+        ),
+        (
+            "llama",
+            {"num_attention_heads": 12, "num_key_value_heads": 4, "hidden_size": 48},
+            "size 6: neither divides num_query_groups, which is 4, nor is a multiple of it",
+        ),
+        ("nemotron_h", {"n_groups": 1}, "size 2: does not divide mamba_num_groups, which is 1"),
+    ],
+)
+def test_ranks_that_would_share_a_head_are_refused(name, sizes, problem, tmp_path):
+    config = models.shrink(models.read_config(name))
+    config.update(sizes)
     AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "model")
-    with pytest.raises(
-        UsageError, match="size 8: does not divide linear_num_key_heads, which is 4"
-    ):
-        reshard.split(
-            tmp_path / "model", tmp_path / "out", to="megatron", weights_only=True, tp=8, pp=1, dp=1
-        )
+    ranks = int(problem.split(":")[0].removeprefix("size "))
+    options = {"to": "megatron", "weights_only": True, "tp": ranks, "pp": 1, "dp": 1}
+    with pytest.raises(UsageError, match=problem):
+        reshard.split(tmp_path / "model", tmp_path / "out", **options)
 
 
 @pytest.mark.parametrize("name", NAMED)

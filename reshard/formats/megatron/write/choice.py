@@ -257,19 +257,33 @@ def resolve(state: WritableState, wanted: MegatronOptions, described: Described)
 def _check_heads(args: Mapping[str, Any], ranks: int) -> None:
     """Refuse tensor-parallel ranks that would share a head, which Megatron does not build.
 
-    Source: core_v0.16.1 ``core/transformer/transformer_config.py`` (``__post_init__``).
+    Several ranks may share a group of query heads if none of them has a part of another.
+
+    Source: core_v0.16.1 ``core/transformer/transformer_config.py`` (``__post_init__``),
+    ``core/ssm/mamba_mixer.py``.
     """
+    if has_own_configs(args):
+        return
     counted = ["num_attention_heads"]
     if args.get("experimental_attention_variant") == "gated_delta_net":
         counted += ["linear_num_key_heads", "linear_num_value_heads"]
+    if args.get("is_hybrid_model") or args.get("hybrid_override_pattern"):
+        counted += ["mamba_num_heads", "mamba_num_groups"]
     for name in counted:
         heads = args.get(name)
-        if type(heads) is int and heads % ranks and not has_own_configs(args):
+        if type(heads) is int and heads % ranks:
             raise UsageError(
                 f"tensor-parallel size {ranks}",
                 f"does not divide {name}, which is {heads}",
                 "pass a --tp that does",
             )
+    groups = args.get("num_query_groups") if args.get("group_query_attention") else None
+    if type(groups) is int and groups > 0 and groups % ranks and ranks % groups:
+        raise UsageError(
+            f"tensor-parallel size {ranks}",
+            f"neither divides num_query_groups, which is {groups}, nor is a multiple of it",
+            "pass a --tp that does or is",
+        )
 
 
 def _adapt_args(
