@@ -11,7 +11,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path, PurePosixPath
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Literal
 
 from reshard.core.location import Location
 from reshard.core.manifest import Entry, Manifest, Skeleton
@@ -54,20 +54,14 @@ def has_megatron_args(manifest: Manifest) -> bool:
 
 
 def describe_by_megatron_args(manifest: Manifest) -> Traits | None:
-    """Return what Megatron's arguments state about the model."""
-    args = get_megatron_args(manifest)
-    if args.keys() >= _MEGATRON_ARGS:
-        from reshard.layouts.model_parallel.megatron_traits import parse_args
-
-        return parse_args(args, manifest.origin.path)
-    return None
-
-
-def get_megatron_args(manifest: Manifest) -> Mapping[str, Any]:
-    """Return Megatron's arguments, a Namespace, that a training script saved; else nothing."""
+    """Return what Megatron's arguments, a Namespace, state about the model."""
     args = manifest.train.client.get("args")
     state = args.get("state") if isinstance(args, Mapping) else None
-    return state if isinstance(state, Mapping) else {}
+    if isinstance(state, Mapping) and state.keys() >= _MEGATRON_ARGS:
+        from reshard.layouts.model_parallel.megatron_traits import parse_args
+
+        return parse_args(state, manifest.origin.path)
+    return None
 
 
 BY_MEGATRON_ARGS = ModelNames(may_differ=has_megatron_args, describe=describe_by_megatron_args)

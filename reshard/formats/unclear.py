@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
 
 from reshard.containers.torch_detect import PLAIN_SUFFIXES
 from reshard.core.location import Location
 from reshard.core.manifest import Manifest
 from reshard.errors import IncompleteError, UnrecognisedError, UnsupportedError
 from reshard.formats import foreign, huggingface, registry, run
-from reshard.formats.base import get_megatron_args
 from reshard.formats.dcp.directory import is_hf_shard
 from reshard.formats.pytorch.directory import NAME, find_torch_files, is_part
 from reshard.system.paths import as_path
@@ -32,7 +32,12 @@ _OF_RANKS = ("dataloader", "rng_state", "rng")  # of prime-rl, LLaMA-Factory and
 # XTuner keeps these beside the folder of the weights, the first as files of torch without a suffix.
 _OF_XTUNER = re.compile(r"lr_scheduler|dataloader|train_state\.json|trainer_config\.(json|bin)")
 _COPY = "hf_model"  # the folder of LLaMA-Factory's second copy of the weights (``save_ckpt_as_hf``)
-_AXES = {"tp": "tensor", "pp": "pipeline", "ep": "expert"}  # of Megatron's arguments
+_AXES = {  # Megatron's arguments; the second is the name before Megatron-LM 2.5
+    "tensor_model_parallel_size": "tp",
+    "model_parallel_size": "tp",
+    "pipeline_model_parallel_size": "pp",
+    "expert_model_parallel_size": "ep",
+}
 _VERSION = "checkpoint_version"  # in every file of Megatron's
 _FOREIGN = {
     ".gguf": "GGUF (llama.cpp's)",
@@ -114,17 +119,29 @@ def refuse_parts_of_megatron(manifest: Manifest) -> None:
     """
     if manifest.origin.format not in registry.get_format(NAME).sources:
         return
-    args = get_megatron_args(manifest)
-    sizes = {axis: args.get(f"{name}_model_parallel_size") for axis, name in _AXES.items()}
-    grid = [f"{axis} {size}" for axis, size in sizes.items() if type(size) is int and size > 1]
-    if grid and _VERSION in manifest.train.client:
+    client = manifest.train.client
+    if _VERSION not in client:
+        return
+    # Programs of their own save the arguments as a dict, or in one.
+    named = ((_AXES.get(name.rpartition(".")[2]), size) for name, size in _walk(client))
+    grid = {axis: size for axis, size in named if axis and type(size) is int and size > 1}
+    if grid:
         raise UnsupportedError(
             manifest.origin.path,
-            f"is the part of one of Megatron's model-parallel ranks: it states {', '.join(grid)}",
+            f"is the part of one of Megatron's model-parallel ranks: it states"
+            f" {', '.join(f'{axis} {size}' for axis, size in grid.items())}",
             "put the files of all ranks into their folders mp_rank_* again, under the name"
             " model_optim_rng.pt, and pass the directory above; if it is the whole model, pass"
             " --from torch",
         )
+
+
+def _walk(values: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    """Yield the items of a mapping, and of the mappings in it."""
+    for name, value in values.items():
+        yield name, value
+        if isinstance(value, Mapping):
+            yield from _walk(value)
 
 
 def is_checkpoint(location: Location) -> bool:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import re
 import shutil
+from argparse import Namespace
 from dataclasses import replace
 from pathlib import Path
 
@@ -882,3 +883,22 @@ def test_buckets_are_closed_where_megatron_overlaps_their_reduction(given, size)
     assert Arguments("args", given).get_bucket_size(stage=0, chunk=0) == size
     assert Arguments("args", given).get_bucket_size(stage=1, chunk=0) is None
     assert Arguments("args", given).get_bucket_size(stage=0, chunk=1) is None
+
+
+def use_nested_dict(args):
+    return {"model": {"num_layers": 4}, "parallel": vars(args)}
+
+
+def use_old_name(args):
+    """Return arguments as Megatron-LM before 2.5 names them."""
+    stages = args.pipeline_model_parallel_size
+    return Namespace(model_parallel_size=2, pipeline_model_parallel_size=stages)
+
+
+@pytest.mark.parametrize("use", [vars, use_nested_dict, use_old_name, lambda args: args])
+def test_a_file_of_one_rank_alone_is_refused(tmp_path, use):
+    ranks = DATA / "llama_tp2pp2" / "ckpt" / STEP
+    file = shutil.copy(ranks / "mp_rank_00_000" / "model_optim_rng.pt", tmp_path / "model.pt")
+    change(file, args=use(read_root(file)["args"]))
+    with pytest.raises(UnsupportedError, match=r"one of Megatron's .* ranks: it states tp 2, pp 2"):
+        reshard.open(file)
