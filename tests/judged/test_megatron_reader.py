@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from argparse import Namespace
 
 import pytest
 import torch
@@ -14,6 +15,10 @@ from tests.judges.megatron_judge import CASES
 
 FORMS = [(name, form) for name, case in CASES.items() for form in case.forms]
 EXPERTS, HIDDEN = 4, 32
+STATED = (  # the arguments that Megatron-LM compares, and the grid
+    *("tensor_model_parallel_size", "pipeline_model_parallel_size", "num_layers", "hidden_size"),
+    *("num_attention_heads", "max_position_embeddings"),
+)
 
 
 def separate(tensors):
@@ -68,6 +73,7 @@ def test_every_tensor_is_megatron_s_own(megatron_case, case, form):
         ("mixtral_ep2", "torch", None),
         ("mixtral_pp2ep2", "torch", None),
         ("mixtral_grouped_ep2", "torch", None),
+        ("latent_tp2pp2vpp2ep2_etp1", "torch", None),
         ("llama_distopt_tp2dp2", "torch", "swiglu"),
         ("llama_distopt_tp2dp2", "torch_dist", "swiglu"),
     ],
@@ -95,6 +101,27 @@ def test_folders_and_shapes_show_what_no_argument_states(
     if lacking:
         reshard.split(run, tmp_path / "out", to="megatron", tp=1)
         assert not reshard.diff(tmp_path / "out", run).unequal
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning")
+@pytest.mark.parametrize("form", ["torch", "torch_dist"])
+def test_a_program_that_states_few_arguments_keeps_what_the_files_show(
+    megatron_case, tmp_path, form
+):
+    """Layers, optimizer and rows are not the defaults of Megatron-LM."""
+    run = shutil.copytree(megatron_case("llama_distopt_tp2dp2") / form, tmp_path / "run")
+    for path in [*run.rglob("model_optim_rng.pt"), *run.rglob("common.pt")]:
+        state = torch.load(path, weights_only=False)
+        state["args"] = Namespace(**{name: getattr(state["args"], name) for name in STATED})
+        torch.save(state, path)
+    reshard.split(run, tmp_path / "out", to="megatron", ckpt_format="torch", tp=1, dp=1)
+    (folder,) = (tmp_path / "out").rglob("mp_rank_00")
+    assert (folder / "distrib_optim.pt").exists()
+    weights = torch.load(folder / "model_optim_rng.pt", weights_only=False)["model"]
+    assert len(weights["embedding.word_embeddings.weight"]) == 96
+    if form == "torch":
+        first = next(run.rglob("mp_rank_00")) / "model_optim_rng.pt"
+        assert list(weights) == list(torch.load(first, weights_only=False)["model"])
 
 
 def test_ranks_that_older_versions_do_not_save_are_named(megatron_case, tmp_path):

@@ -98,6 +98,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "latent": LATENT,
     "latent_fused": LATENT | {"fused": True},
     "latent_experts": LATENT | EXPERTS,
+    "latent_experts_later": LATENT | EXPERTS | {"moe_layer_freq": [0, 1, 1, 1]},
     "latent_experts_fused": LATENT | EXPERTS | {"fused": True},
     "mixtral": LLAMA | {"num_moe_experts": 4, "moe_router_topk": 2, "moe_aux_loss_coeff": 0.01},
     "mixtral_bank": LLAMA
@@ -271,6 +272,11 @@ _ROWS = [
         **SHARDED,
         vocabulary=8,
         frozen=("embedding",),
+    ),
+    Case(
+        "latent_tp2pp2vpp2ep2_etp1",
+        "latent_experts_later",
+        Grid(tp=2, pp=2, vpp=2, ep=2, etp=1, sp=True),
     ),
     Case("llama_remainders_dp2", "llama", Grid(dp=2), **SHARDED, adam="remainders"),
     Case("llama_bf16_grads_dp2", "llama", Grid(dp=2), **SHARDED, reduce_in_bf16=True),

@@ -269,6 +269,13 @@ def find_ranks(location: Location, args: Arguments) -> dict[GridPosition, Locati
     }
 
 
+def fits_folders(location: Location, args: Arguments) -> bool:
+    """Return whether a checkpoint has the folders of all ranks that save, and no others."""
+    folders = list_rank_folders(location).keys()
+    known = _name_positions(args, lcm(args.tp, args.etp * args.ep)).keys()
+    return _name_positions(args, _count_savers(args)).keys() <= folders <= known
+
+
 def _has_model(folder: Location | None) -> bool:
     return folder is not None and folder.find_first(_MODELS) is not None
 

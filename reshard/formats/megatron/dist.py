@@ -95,6 +95,8 @@ def read(location: Location, table: Table) -> Manifest:
         raise CorruptError(location, "contains no model")
     saved_args = arguments.parse(common.get("args"), str(location))
     args = saved_args if saved_args.values else _read_verl_args(location, of_model, exported)
+    if args.values:
+        args = inferred.infer_layers(args, objects)
     keys = _KeyReader(table, args)
     weights = _read_weights(keys, of_model, exported)
     # A parameter with two names is stored twice, and its states under one of these names.
@@ -104,6 +106,7 @@ def read(location: Location, table: Table) -> Manifest:
     whole = index_entries(grid.sort_entries(e for e in weights if e.fqn not in second))
     if args.values:
         args = inferred.infer_model(args, {entry.fqn: entry.shape for entry in whole.values()})
+        args = inferred.infer_optimizer(args, distributed=_find_sharding(common) is not None)
     slots = [replace(e, fqn=second.get(e.fqn, e.fqn)) for e in _read_slots(keys, stored)]
     named = {slot.fqn for slot in slots}
     buffers = dist_flat.FlatBuffers(stored, objects, whole, args, table, str(location), named)
@@ -403,10 +406,15 @@ def _get_first(objects: Mapping[str, list[Any]], key: str) -> Any:
     return next(iter(objects.get(key, ())), None)
 
 
+def _find_sharding(common: Mapping[str, Any]) -> Any:
+    """Return the form of a distributed optimizer that the files state; None if they state none."""
+    metadata = common.get("content_metadata")
+    return metadata.get(train.SHARDING) if isinstance(metadata, dict) else None
+
+
 def _describe_form(common: Mapping[str, Any], flat: Sequence[Entry], slots: Sequence[Entry]) -> str:
     """Return the name of the format, with the form of a distributed optimizer if there is one."""
-    metadata = common.get("content_metadata")
-    sharding = metadata.get(train.SHARDING) if isinstance(metadata, dict) else None
+    sharding = _find_sharding(common)
     if sharding is None and flat:
         sharding = "flat"
     if sharding and (flat or slots):

@@ -252,9 +252,9 @@ def _find_dtype_of_module(source: Manifest, args: Mapping[str, Any]) -> DType | 
 def _keep_rows(source: Manifest, tensor_ranks: int) -> int:
     """Return the multiple of the vocabulary that keeps its rows; 0 if they cannot be kept.
 
-    It is for a source of Megatron without arguments.
+    It is for a source of Megatron whose program states no multiple.
     """
-    if source.origin.format != NAME or _read_args(source):
+    if source.origin.format != NAME:
         return 0
     from reshard.formats.megatron.names import EMBEDDING
 

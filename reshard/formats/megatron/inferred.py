@@ -6,8 +6,9 @@ Programs that call Megatron-core themselves save few arguments, or none.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
+from typing import Any
 
 from reshard.core.box import Index
 from reshard.core.location import Location
@@ -18,6 +19,9 @@ from reshard.formats.megatron.rank import RankFile, open_rank
 
 _SIZES = tuple(f"{axis}_model_parallel_size" for axis in ("tensor", "pipeline", "expert"))
 _STATED_SIZES = (*_SIZES, "model_parallel_size")
+_EXPERT_TENSOR = "expert_tensor_parallel_size"
+_STATE_OF_ATTENTION = "core_attention._extra_state"
+_STATE_BEHIND = "linear_proj._extra_state"
 _MATRIX = 2  # dims
 _ROUTER = ".mlp.router.weight"
 # The first matrix of an MLP -> the second: of Megatron-core, of GroupedMLP, and before core.
@@ -34,8 +38,18 @@ def infer_sizes(args: Arguments, location: Location) -> Arguments:
     The folders' names state the number of ranks on each axis. Of two numbers, the second is that of
     a stage or of an expert rank; only the latter has the same parameters as the first one.
     """
-    if any(name in args.values for name in _STATED_SIZES):
+    if not any(name in args.values for name in _STATED_SIZES):
+        args = _infer_axes(args, location)
+    if _EXPERT_TENSOR in args.values or args.ep == 1:
         return args
+    # Where fewer ranks share an expert than share a layer, not every pair of ranks has a folder.
+    sizes = (size for size in range(args.tp, 0, -1) if args.tp % size == 0)
+    possible = (replace(args, values={**args.values, _EXPERT_TENSOR: size}) for size in sizes)
+    return next((each for each in possible if directory.fits_folders(location, each)), args)
+
+
+def _infer_axes(args: Arguments, location: Location) -> Arguments:
+    """Return arguments that state the numbers of ranks that the folders show."""
     folders = directory.list_rank_folders(location)
     numbers = {name: [int(part) for part in name.split("_")[2:]] for name in folders}
     axes = max(map(len, numbers.values()))
@@ -59,7 +73,7 @@ def infer_model(args: Arguments, shapes: Mapping[str, Index]) -> Arguments:
     """Return arguments that state what shapes of weights show: gated units, number of experts.
 
     Args:
-        shapes: of one rank's weights, or of the whole model's.
+        shapes: of the weights of ranks, or of the whole model's.
 
     Raises:
         CorruptError: the arguments state gated units, but the weights have none.
@@ -78,6 +92,29 @@ def infer_model(args: Arguments, shapes: Mapping[str, Index]) -> Arguments:
             )
         values["gated_linear_unit"] = True
     return replace(args, values={**args.values, **values}) if values else args
+
+
+def infer_layers(args: Arguments, states: Iterable[str]) -> Arguments:
+    """Return arguments that state whose layers the model has, as extra states of modules show it.
+
+    The attention of Transformer Engine has one, that of Megatron-core has none.
+
+    Args:
+        states: names of extra states.
+    """
+    modules = {name.rpartition("self_attention.")[2] for name in states}
+    is_local = _STATE_BEHIND in modules and _STATE_OF_ATTENTION not in modules
+    return _add(args, "transformer_impl", "local") if is_local else args
+
+
+def infer_optimizer(args: Arguments, *, distributed: bool) -> Arguments:
+    """Return arguments that state whether the files have a distributed optimizer."""
+    return _add(args, "use_distributed_optimizer", True) if distributed else args
+
+
+def _add(args: Arguments, name: str, value: Any) -> Arguments:
+    """Return arguments with one more, if they do not have it."""
+    return replace(args, values={name: value, **args.values})
 
 
 def _find_first_matrix(shapes: Mapping[str, Index]) -> tuple[str, bool] | None:

@@ -73,7 +73,10 @@ def read(location: Location, table: Table) -> Manifest:
     first = next(iter(directory.list_rank_folders(location).values()))
     args = inferred.infer_sizes(open_args(directory.find_model_file(first)), location)
     opened = map_files_by_key(directory.find_ranks(location, args), open_rank)
-    args = inferred.infer_model(args, _list_shapes(opened))
+    flat = any(file.flat is not None for file in opened.values())
+    extra = (name for file in opened.values() for chunk in file.chunks for name in chunk.extra)
+    args = inferred.infer_layers(inferred.infer_model(args, _list_shapes(opened)), extra)
+    args = inferred.infer_optimizer(args, distributed=flat)
     _check_ranks(opened, args)
     offsets = _compute_offsets(opened, args)
     ranks: dict[GridPosition, Manifest] = {}
@@ -86,7 +89,6 @@ def read(location: Location, table: Table) -> Manifest:
     whole = grid.join_ranks(ranks, args, table)
     distributed = args.flag("use_distributed_optimizer")
     detail = "torch, distributed optimizer" if distributed else "torch"
-    flat = any(file.flat is not None for file in opened.values())
     untrained = [entry.fqn for entry in whole.of_kind(PARAM) if entry.fqn in whole.frozen]
     notes = [*whole.warnings, *forms.note_frozen(untrained)]
     # A checkpoint without an optimizer (--no-save-optim) lacks nothing.
@@ -114,10 +116,10 @@ def read(location: Location, table: Table) -> Manifest:
 
 
 def _list_shapes(opened: Mapping[GridPosition, RankFile]) -> dict[str, Index]:
-    """Return the shapes of the weights of the first rank that has some in layers."""
-    chunks = (chunk for rank in sorted(opened) for chunk in opened[rank].chunks)
-    chunk = next((chunk for chunk in chunks if chunk.layers), None)
-    return {name: tensor.shape for name, tensor in chunk.params.items()} if chunk else {}
+    """Return the shapes of the weights of each kind of layer, under names of a rank."""
+    chunks = (chunk for file in opened.values() for chunk in file.chunks if chunk.layers)
+    tensors = chain.from_iterable(chunk.params.items() for chunk in chunks)
+    return {name: tensor.shape for name, tensor in tensors}
 
 
 def _collect_extra(
