@@ -223,6 +223,8 @@ class Checkpoint(Mapping[str, LazyTensor]):
         self._pool = SourceFiles()
         self._weights = {entry.fqn: entry for entry in manifest.of_kind(*WEIGHT_KINDS[:2])}
         self._weights.update((entry.fqn, entry) for entry in manifest.of_kind(MASTER))
+        # A save without frozen weights states ties of weights that it lacks.
+        self._tied = {alias: of for alias, of in manifest.tied.items() if of in self._weights}
 
     def __enter__(self) -> Checkpoint:
         return self
@@ -236,7 +238,7 @@ class Checkpoint(Mapping[str, LazyTensor]):
 
     def __getitem__(self, fqn: str) -> LazyTensor:
         try:
-            entry = self._weights[self.manifest.tied.get(fqn, fqn)]
+            entry = self._weights[self._tied.get(fqn, fqn)]
         except KeyError:
             import difflib
 
@@ -246,14 +248,14 @@ class Checkpoint(Mapping[str, LazyTensor]):
         return LazyTensor(entry, self._pool)
 
     def __contains__(self, fqn: object) -> bool:
-        return fqn in self._weights or fqn in self.manifest.tied
+        return fqn in self._weights or fqn in self._tied
 
     def __iter__(self) -> Iterator[str]:
         yield from self._weights
-        yield from self.manifest.tied
+        yield from self._tied
 
     def __len__(self) -> int:
-        return len(self._weights) + len(self.manifest.tied)
+        return len(self._weights) + len(self._tied)
 
     def __repr__(self) -> str:
         return f"<Checkpoint {self._describe()}>"
@@ -298,7 +300,7 @@ class Checkpoint(Mapping[str, LazyTensor]):
             ReshardError: a file cannot be read.
         """
         tensors = {fqn: self[fqn][...] for fqn in self._weights}
-        return tensors | {alias: tensors[fqn] for alias, fqn in self.manifest.tied.items()}
+        return tensors | {alias: tensors[fqn] for alias, fqn in self._tied.items()}
 
     def optimizer(self, slot: str) -> dict[str, LazyTensor]:
         """Return one optimizer slot by fqn, for example ``optimizer("exp_avg")``.
