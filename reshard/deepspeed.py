@@ -114,8 +114,21 @@ def load_checkpoint(  # noqa: PLR0913 - the arguments of DeepSpeed's method
                 load_module_only=load_module_only,
                 custom_load_fn=custom_load_fn,
             )
+            _discard_second_partitions(engine)
         raise_on_all_ranks(_find_error(live.files))
         return live.report.source, client_state
+
+
+def _discard_second_partitions(engine: Any) -> None:
+    """Discard the second partitions of frozen parameters, which hold the values before the load.
+
+    With ``zero_hpz_partition_size``, stage 3 gathers a parameter from such a partition and makes
+    it again if there is none. DeepSpeed 0.19.8 discards only those of trained parameters
+    (``runtime/zero/stage3.py``, ``invalidate_secondary_tensor``).
+    """
+    for parameter in engine.module.parameters():
+        if not parameter.requires_grad and hasattr(parameter, "ds_secondary_tensor"):
+            parameter.ds_secondary_tensor = None
 
 
 def _refuse_engine(engine: Any) -> None:

@@ -23,6 +23,7 @@ RUNS = (
     Resumed("hf_z3_tied", "hf_z0_tied", 2, 0),
     Resumed("z2_checkpointed", "z3_checkpointed", 2, 3),
     Resumed("z3_bf16", "z3_subgroups", 3, 3),
+    Resumed("z3_bf16", "z3_hpz_ws2", 2, 3),
 )
 OTHER_GROUPS = (  # of the live optimizer than in the source
     Resumed("z2_bf16", "z2_groups_decay", 2, 2),

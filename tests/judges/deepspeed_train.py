@@ -274,6 +274,14 @@ def convert_universal(run: Path, target: Path) -> None:
     )
 
 
+def clear_frozen(model: nn.Module) -> None:
+    """Set frozen parameters to zero, which begin with the same values under every seed."""
+    frozen = [p for p in model.parameters() if not p.requires_grad]
+    with torch.no_grad(), deepspeed.zero.GatheredParameters(frozen, modifier_rank=0):
+        for parameter in frozen:
+            parameter.zero_()
+
+
 def give_untrained(model: nn.Module, run_dir: Path) -> None:
     """Copy the frozen parameters and buffers of a universal checkpoint into a model.
 
@@ -312,6 +320,7 @@ def resumed(
     """Return the state of an engine after it has loaded, and how it continues."""
     case = run.case
     if how.pop("live", False):
+        clear_frozen(run.engine.module)
         path, client_state = reshard.deepspeed.load_checkpoint(run.engine, run_dir, **how)
     else:
         path, client_state = run.engine.load_checkpoint(str(run_dir), **how)
