@@ -7,7 +7,7 @@ not. Source of both forms: PEFT 0.21 ``utils/save_and_load.py`` (get_peft_model_
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -59,6 +59,10 @@ TRAINED = tuple(
 )
 NOT_OF_PEFT = "have the names of LitGPT and loralib, which PEFT does not load"
 MERGE_LORALIB = "merge the adapter with the library that trained it first (litgpt merge_lora DIR)"
+SAVE_UNSAVED = (
+    "save again with FSDP 2 (fsdp_version 2) or PEFT 0.20: PEFT 0.21 saves no weights of adapted"
+    " layers under FSDP 1"
+)
 _ROLES = frozenset((*TRAINED, *SHARED, SAVED_MODULE, TOKENS))
 _LEAVES = ("weight", "bias")
 _PROMPTS_SAVED_AS = "prompt_embeddings"  # PEFT 0.21 ``BasePromptEncoder._get_adapter_state_dict``
@@ -183,6 +187,19 @@ def find_trained_names(saved: Iterable[str], trained: Iterable[str]) -> dict[str
     names = {part.saved_as: part.fqn for part in parts if part and part.adapter}
     is_complete = len(names) == len(parts) and names.keys() <= saved
     return names if is_complete else {}
+
+
+def find_unsaved(trained: Iterable[str], saved: Collection[str]) -> list[str]:
+    """Return the weights of adapters that an optimizer trains and that were not saved.
+
+    >>> find_unsaved(["q.lora_A.default.weight"], ["base_model.model.q.lora_A.weight"])
+    []
+    >>> find_unsaved(["q.lora_A.default.weight"], ["embed_tokens.weight"])
+    ['q.lora_A.default.weight']
+    """
+    known = {add_root(fqn) for fqn in saved}
+    parts = find_parts(fqn for fqn in trained if add_root(fqn) not in known)
+    return [part.fqn for part in parts if part.role in TRAINED and part.saved_as not in known]
 
 
 def explain_separate(fqns: Iterable[str]) -> list[str]:

@@ -14,6 +14,7 @@ from typing import Any
 
 from reshard.containers.pickles.values import Call
 from reshard.errors import UnrecognisedError, UsageError
+from reshard.model.adapter_names import SAVE_UNSAVED, find_unsaved
 from reshard.state_dict import leaves
 from reshard.state_dict import tree as trees
 from reshard.state_dict.global_tensor import GlobalTensor
@@ -202,8 +203,12 @@ def _choose_model(where: str, models: Mapping[Path, Any], optimizers: Mapping[Pa
         return largest
     if models:
         raise _build_choice_error(where, models)
-    only = "an optimizer but no weights" if optimizers else "no state dict"
-    raise UnrecognisedError(where, f"holds {only}", _WHOLE)
+    if not optimizers:
+        raise UnrecognisedError(where, "holds no state dict", _WHOLE)
+    states = [optimizer.get("state") for optimizer in optimizers.values()]
+    trained = [str(key) for state in states if isinstance(state, dict) for key in state]
+    hint = SAVE_UNSAVED if find_unsaved(trained, ()) else _WHOLE
+    raise UnrecognisedError(where, "holds an optimizer but no weights", hint)
 
 
 def _build_choice_error(where: str, models: Mapping[Path, Mapping[str, Any]]) -> UnrecognisedError:

@@ -8,17 +8,22 @@ import shutil
 from pathlib import Path
 
 import pytest
+from safetensors.torch import load_file
+from transformers import LlamaForCausalLM
 
 import reshard
-from reshard.errors import IncompleteError, UnsupportedError
+from reshard.errors import IncompleteError, ReshardError, UnsupportedError, UsageError
 from tests.judged.alike import assert_resumed_state
 from tests.judged.trained import JUDGE, SAVED, train
+from tests.judges import resume_worker
 from tests.judges.models import llama_config
 from tests.support.sample_tensors import same
 
-pytestmark = pytest.mark.slow
+# PEFT and transformers warn about each other.
+pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
 
-VOCABULARY = 96  # of resume_worker, which imports transformers
+peft = pytest.importorskip("peft")
+VOCABULARY = resume_worker.VOCABULARY
 NAMED = re.compile(r"\.(default|polite)\.")  # of an adapter
 FSDP2 = {"kind": "fsdp2", "type": "SHARDED_STATE_DICT", "family": "lora"}
 DDP = {"kind": "ddp", "family": "lora"}
@@ -39,6 +44,9 @@ RUNS = {  # at two ranks
     "fsdp2 full embeddings": {**WHOLE, "type": "FULL_STATE_DICT"},
     "ddp embeddings": {"kind": "ddp", "family": "lora and embeddings"},
     "ddp of a name": {"kind": "ddp", "family": "lora of a name"},
+    "z2 resized": deepspeed(2, "lora of resized embeddings"),
+    "fsdp1": {**FSDP2, "kind": "fsdp1"},
+    "fsdp1 embeddings": {**WHOLE, "kind": "fsdp1"},
 }
 RESUMED = {  # name -> the run, ranks, stage
     "z2 at 2": ("z2", 2, 2),
@@ -121,6 +129,54 @@ def test_the_base_model_tells_the_order_of_an_adapter(saved, tmp_path):
     assert_named(copy, expected)
     with pytest.raises(UnsupportedError, match="pass the checkpoint itself"):
         reshard.split(copy, tmp_path / "out", to="hf-trainer", state_dict_type="unsharded")
+
+
+def test_ties_of_frozen_weights_that_were_not_saved_are_left_out(saved):
+    source, expected = saved["z2 resized"]
+    with reshard.open(source) as checkpoint:
+        weights = checkpoint.state_dict()
+        assert len(weights) == len(checkpoint)
+    for fqn, value in expected["params"].items():
+        assert same(weights.pop(fqn), value), fqn
+    assert list(weights) == ["base_model.model.lm_head.modules_to_save.default.weight"]
+
+
+def test_an_adapter_with_tied_and_resized_embeddings_is_merged(saved, tmp_path):
+    source = saved["z2 resized"][0]
+    reshard.merge(source, tmp_path / "adapter", adapter="default")
+    own = load_file(source / "adapter_model.safetensors")
+    got = load_file(tmp_path / "adapter" / "adapter_model.safetensors")
+    assert got.keys() == own.keys()
+    assert all(same(got[fqn], own[fqn]) for fqn in own)
+
+    base = resume_worker.resized()
+    base.save_pretrained(tmp_path / "base")
+    reshard.merge(source, tmp_path / "merged", merge_lora=tmp_path / "base")
+    merged = LlamaForCausalLM.from_pretrained(tmp_path / "merged")
+    adapted = peft.PeftModel.from_pretrained(base, source).merge_and_unload()
+    wanted = adapted.state_dict()
+    for fqn, value in merged.state_dict().items():
+        assert value.shape == wanted[fqn].shape
+        assert (value - wanted[fqn]).abs().max() < 1e-6, fqn
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [{"trainable_token_indices": [1, VOCABULARY]}, {"modules_to_save": ["embed_tokens"]}],
+)
+def test_a_base_without_the_rows_of_new_tokens_is_refused(settings, tmp_path):
+    config = peft.LoraConfig(target_modules=["q_proj"], **settings)
+    peft.get_peft_model(resume_worker.resized(), config).save_pretrained(tmp_path / "adapter")
+    LlamaForCausalLM(llama_config(VOCABULARY, tied=True)).save_pretrained(tmp_path / "base")
+    with pytest.raises(UsageError, match="the run resized the embeddings"):
+        reshard.merge(tmp_path / "adapter", tmp_path / "out", merge_lora=tmp_path / "base")
+
+
+@pytest.mark.parametrize("run", ["fsdp1", "fsdp1 embeddings"])
+def test_weights_of_adapters_that_peft_leaves_out_are_named(run, saved, tmp_path):
+    """PEFT 0.21 saves none under FSDP 1; others that it saves are no complete adapter."""
+    with pytest.raises(ReshardError, match=r"no weights(?s:.*)save again with FSDP 2"):
+        reshard.merge(saved[run][0], tmp_path / "out", adapter="default")
 
 
 def save_base(place):

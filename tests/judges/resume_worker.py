@@ -145,16 +145,28 @@ def _mixtral() -> PreTrainedModel:
     return MixtralForCausalLM(MixtralConfig(**_experts(num_local_experts=4)))
 
 
-def _lora(adapter: str = "default", **settings: Any) -> Any:
+def _lora(adapter: str = "default", base: PreTrainedModel | None = None, **settings: Any) -> Any:
     from peft import LoraConfig, get_peft_model
 
     config = LoraConfig(r=4, target_modules=["q_proj", "v_proj"], lora_dropout=0.2, **settings)
-    adapted = get_peft_model(_llama(), config, adapter_name=adapter)
+    adapted = get_peft_model(base or _llama(), config, adapter_name=adapter)
     with torch.no_grad():
         for name, parameter in adapted.named_parameters():
             if "lora_B" in name:  # zero at first: a run that lost it would look the same
                 parameter.normal_(std=0.02)
     return adapted
+
+
+def resized() -> PreTrainedModel:
+    """Build a model that uses its embedding as its head, with rows for more tokens."""
+    model = LlamaForCausalLM(llama_config(VOCABULARY, tied=True))
+    model.resize_token_embeddings(VOCABULARY + 5, mean_resizing=False)
+    return model
+
+
+def _lora_resized() -> PreTrainedModel:
+    saved = {"modules_to_save": ["embed_tokens"], "ensure_weight_tying": True}
+    return _lora(base=resized(), **saved)
 
 
 def mamba() -> PreTrainedModel:
@@ -182,6 +194,7 @@ FAMILIES = {
     "frozen mamba": frozen_mamba,
     "llama": _llama,
     "lora": _lora,
+    "lora of resized embeddings": _lora_resized,
     "lora of a name": lambda: _lora("polite", modules_to_save=["lm_head"]),
     "mamba": mamba,
     "lora and embeddings": lambda: _lora(modules_to_save=["embed_tokens", "lm_head"]),
@@ -211,12 +224,14 @@ def settings(job: ranks.Job) -> dict[str, Any]:
         if job.told.get("optimizer") == "trainer":
             del config["optimizer"]
         return {"deepspeed": config, "accelerator_config": {"use_configured_state": True}}
-    if kind == "fsdp2":
+    if kind.startswith("fsdp"):
         pass_for_gpus()
         return {
             "fsdp": True,
             "fsdp_config": {
-                "version": 2,
+                "version": int(kind.removeprefix("fsdp")),
+                "use_orig_params": True,
+                "sync_module_states": False,
                 "state_dict_type": job.told["type"],
                 "auto_wrap_policy": "TRANSFORMER_BASED_WRAP",
                 "transformer_layer_cls_to_wrap": [LAYERS[job.told.get("family", "llama")]],

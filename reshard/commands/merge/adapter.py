@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,7 +11,7 @@ from reshard.commands.merge.passes import Adapter, Merge
 from reshard.containers import safetensors_shards as writer
 from reshard.core import keys
 from reshard.core.manifest import WEIGHT_KINDS, Entry, Manifest, OutputFile, Skeleton
-from reshard.errors import ReshardError, UnsupportedError, UsageError
+from reshard.errors import IncompleteError, ReshardError, UnsupportedError, UsageError
 from reshard.model import adapter_names as names
 from reshard.model.adapter_names import AdapterPart
 from reshard.system.files import SourceFiles, read_small_file
@@ -62,7 +62,8 @@ def select_adapter(merge: Merge) -> Merge:
     Raises:
         UsageError: there is no adapter of that name, or no configuration in ``--hf-dir``.
         UnsupportedError: unknown tensors that look like those of an adapter.
-        IncompleteError: there is no configuration, or a layer lacks one of its tensors.
+        IncompleteError: there is no configuration, a layer lacks one of its tensors, or the source
+            lacks weights of the adapter that its optimizer has.
         CorruptError: the configuration is that of another adapter.
     """
     manifest, near = merge.manifest, merge.list_config_places()
@@ -71,6 +72,7 @@ def select_adapter(merge: Merge) -> Merge:
     tied = {
         alias: kept for alias, kept in manifest.tied.items() if _find_role(alias) != names.TOKENS
     }
+    _refuse_unsaved(manifest, shapes)
     shapes |= {alias: shapes[kept] for alias, kept in tied.items() if kept in shapes}
     parts = names.find_parts(shapes)
     present = {each.adapter for each in parts}
@@ -99,6 +101,19 @@ def select_adapter(merge: Merge) -> Merge:
         [*_note_trained_base(manifest, saved, parts), *_note_empty_files(manifest, near)],
     )
     return replace(merge, manifest=keys.select(manifest, saved), adapter=adapter, tied="keep")
+
+
+def _refuse_unsaved(manifest: Manifest, fqns: Collection[str]) -> None:
+    """Raise an error if the optimizer has states of an adapter's weights that were not saved."""
+    trained = (fqn for group in manifest.train.param_groups for fqn in group.fqns)
+    unsaved = names.find_unsaved(trained, fqns)
+    if unsaved:
+        raise IncompleteError(
+            manifest.origin.path,
+            f"has optimizer state of {counted(len(unsaved), 'adapter weight')} ({some(unsaved)}),"
+            " but no weights of these names",
+            names.SAVE_UNSAVED,
+        )
 
 
 def _find_name_in_tensors(

@@ -186,6 +186,7 @@ def check(config: AdapterConfig, parts: Sequence[AdapterPart], shapes: Mapping[s
     wrong = chain(
         _find_wrong_method(config.method, parts),
         _find_wrong_ranks(config, parts, shapes),
+        _find_missing_targets(config, parts),
         _find_wrong_targets(config.values, parts),
         _find_wrong_parts(config.values, parts),
         _find_wrong_modules(config.values, parts, shapes),
@@ -246,6 +247,20 @@ def _find_wrong_ranks(
             yield f"r is {declared[0]}, but {layer} has rank {rank}"
 
 
+def _find_missing_targets(config: AdapterConfig, parts: Sequence[AdapterPart]) -> Iterator[str]:
+    """Yield a problem if the configuration names layers to adapt, and no layer is adapted.
+
+    PEFT refuses targets of which the model has none.
+    """
+    roles = set(chain.from_iterable(METHODS[config.method]))
+    if not roles or any(each.role in roles for each in parts):
+        return
+    for option in ("target_modules", "target_parameters"):
+        targets = config.values.get(option)
+        if targets:
+            yield f"{option} are {shown(targets)}, but there is no {some(sorted(roles))}"
+
+
 def _find_wrong_targets(values: Mapping[str, Any], parts: Sequence[AdapterPart]) -> Iterator[str]:
     targets, others = values.get("target_modules"), values.get("target_parameters") or ()
     if isinstance(targets, str) or isinstance(others, str):
@@ -253,12 +268,21 @@ def _find_wrong_targets(values: Mapping[str, Any], parts: Sequence[AdapterPart])
     if any("." not in each for each in others):
         return  # a parameter of this name in any module
     named = {*(targets or ()), *(each.rpartition(".")[0] for each in others)}
-    layers = dict.fromkeys(each.layer for each in parts if each.role in TRAINED and each.layer)
-    if values.get("ensure_weight_tying"):  # PEFT adapts the layers that are tied to a target, too
-        layers = {each: None for each in layers if each.rpartition(".")[2] not in EMBEDDINGS}
-    for layer in layers:
+    adapted = (each.layer for each in parts if each.role in TRAINED and each.layer)
+    for layer in _leave_out_tied(values, adapted):
         if named.isdisjoint(_list_endings(layer)):
             yield f"target_modules do not name {layer}"
+
+
+def _leave_out_tied(values: Mapping[str, Any], layers: Iterable[str]) -> list[str]:
+    """Return the layers that the configuration must name, each once.
+
+    With ``ensure_weight_tying`` PEFT adapts or saves the layers that are tied to those, too.
+    """
+    names = dict.fromkeys(layers)
+    if not values.get("ensure_weight_tying"):
+        return [*names]
+    return [each for each in names if each.rpartition(".")[2] not in EMBEDDINGS]
 
 
 def _find_wrong_parts(values: Mapping[str, Any], parts: Sequence[AdapterPart]) -> Iterator[str]:
@@ -279,7 +303,8 @@ def _find_wrong_modules(
 ) -> Iterator[str]:
     named = set(values.get("modules_to_save") or ())
     sizes = set(map(len, named))
-    for layer in dict.fromkeys(each.layer for each in parts if each.role == SAVED_MODULE):
+    layers = _leave_out_tied(values, (each.layer for each in parts if each.role == SAVED_MODULE))
+    for layer in layers:
         if not any(layer[-size:] in named for size in sizes):  # PEFT compares the end of the name
             yield f"modules_to_save do not name {layer}"
     if not any(each.adapter for each in parts):

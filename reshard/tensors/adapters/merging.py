@@ -23,7 +23,7 @@ from reshard.tensors.adapters import base_names, layouts, settings
 from reshard.tensors.adapters.config import AdapterConfig
 from reshard.tensors.adapters.layouts import Fit
 from reshard.tensors.adapters.product import Order, Product, merge_product
-from reshard.tensors.weights import find_head_name
+from reshard.tensors.weights import find_head_name, find_heads
 from reshard.training.companion_files import is_embedding
 
 _TOKEN_ADAPTER = ".token_adapter"  # noqa: S105 - a module of PEFT
@@ -214,14 +214,17 @@ class _Merger:
         """Take the rows of trained tokens from the adapter.
 
         Raises:
-            UsageError: the base has no such embedding.
+            UsageError: the base has no such embedding, or lacks the rows of some tokens.
             CorruptError: the configuration lists other tokens.
         """
         fqn = f"{self._prefix}{layer}.weight"
         base, tokens = self._entries.get(fqn), settings.list_trained_tokens(self._config, layer)
         if base is None or base.shape[1:] != rows.shape[1:]:
             raise self._build_shape_error(fqn, rows)
-        known = {row for row in tokens if 0 <= row < base.shape[0]}
+        beyond = [row for row in tokens if row >= base.shape[0]]
+        if beyond:
+            raise self._build_rows_error(fqn, base.shape[0], f"trains token {beyond[0]}")
+        known = {row for row in tokens if row >= 0}
         if not len(known) == len(tokens) == rows.shape[0]:
             raise CorruptError(
                 self._config.path,
@@ -258,8 +261,13 @@ class _Merger:
                 self._add_bias(fit.weight, replace(product, a=None, b=pair.bias))
 
     def finish(self) -> Merged:
-        """Return the merged model."""
+        """Return the merged model.
+
+        Raises:
+            UsageError: the adapter resizes an embedding, and the head is the base's, or reversed.
+        """
         base, merged = self._merged.base, self._merged
+        self._check_rows()
         dtypes = {fqn: entry.dtype for fqn, entry in self._entries.items()}
         merged.manifest = replace(
             base,
@@ -327,6 +335,25 @@ class _Merger:
                 "PEFT cannot merge this adapter either: use it with PeftModel.from_pretrained",
             )
         self._add(fqn, product)
+
+    def _check_rows(self) -> None:
+        """Check that embeddings and heads still have as many rows as each other."""
+        before = {entry.fqn: entry for entry in self._merged.base.entries.values()}
+        for head, embedding in find_heads(self._entries):
+            rows = {fqn: self._entries[fqn].shape[0] for fqn in (embedding, head)}
+            own = {before[fqn].shape[0] for fqn in rows if fqn in before}
+            if len(set(rows.values())) == 1 or len(own) > 1:
+                continue
+            kept, resized = sorted(rows, key=lambda fqn: rows[fqn] not in own)
+            raise self._build_rows_error(kept, rows[kept], f"has {rows[resized]} of {resized}")
+
+    def _build_rows_error(self, fqn: str, rows: int, found: str) -> UsageError:
+        return UsageError(
+            self._merged.base.origin.path,
+            f"has {rows} rows of {fqn}, but the adapter {found}: the run resized the embeddings",
+            "resize those of the base as the run did (model.resize_token_embeddings), save it, and"
+            " pass its directory",
+        )
 
     def _build_missing_error(self, module: str) -> UsageError:
         path = self._merged.base.origin.path
