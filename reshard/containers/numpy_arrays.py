@@ -17,7 +17,13 @@ from math import prod
 from typing import Any
 
 from reshard.containers.pickles.unpickle import Unpickled
-from reshard.containers.pickles.values import Call, Global, Located
+from reshard.containers.pickles.values import (
+    Call,
+    Global,
+    Located,
+    rebuild_dict,
+    rebuild_sequence,
+)
 from reshard.containers.torch_objects import StoredBuffer, Tensor
 from reshard.core import dtypes
 from reshard.core.box import Index, as_index, row_major
@@ -110,11 +116,11 @@ class _ArrayConverter:
     def _convert_container(self, value: Any) -> Any:
         if isinstance(value, dict):
             converted = {key: self.convert(item) for key, item in value.items()}
-            return self._with_numbers(converted)
+            return rebuild_dict(value, self._with_numbers(converted))
         if isinstance(value, tuple) and value[:1] == (_TWISTER,):
             return value
         items = self._with_numbers(dict(enumerate(map(self.convert, value)))).values()
-        return list(items) if isinstance(value, list) else tuple(items)
+        return rebuild_sequence(value, items)
 
     def _with_numbers(self, items: dict[Any, Any]) -> dict[Any, Any]:
         """Replace scalars with numbers if no tensor beside them could own a scalar."""

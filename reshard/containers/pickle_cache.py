@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from reshard.containers import numpy_arrays
 from reshard.containers.pickles.unpickle import loads
-from reshard.containers.pickles.values import Builder, Call, DictObject
+from reshard.containers.pickles.values import Builder, Call, DictObject, rebuild_dict
 from reshard.containers.torch_objects import TORCH_BUILDERS, Storages, StoredBuffer, Tensor
 from reshard.core import stamps
 from reshard.core.stamps import KEY, Stamp
@@ -287,9 +287,7 @@ def _replace_storages(
             part = _replace_storages(getattr(value, name), own, holders, made)
             setattr(copy, name, part)
     else:
-        copy = type(value)(value) if isinstance(value, dict) else list(value)
-        if isinstance(value, DictObject):
-            copy.call = value.call
+        copy = rebuild_dict(value, dict(value)) if isinstance(value, dict) else list(value)
         for key in holders[id(value)]:
             copy[key] = _replace_storages(value[key], own, holders, made)
         copy = tuple(copy) if type(value) is tuple else copy

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from reshard.containers.numpy_arrays import Array
-from reshard.containers.pickles.values import Call
+from reshard.containers.pickles.values import Call, rebuild_dict, rebuild_sequence
 from reshard.containers.torch_objects import Tensor, TorchFile
 from reshard.core.box import Index
 from reshard.core.chunks import Chunk
@@ -135,10 +135,11 @@ def _convert(value: Any, leaf: Callable[[Any], Any], done: dict[int, Any]) -> An
     if id(value) not in done:
         done[id(value)] = None  # a cycle ends here
         if isinstance(value, dict):
-            converted: Any = {key: _convert(item, leaf, done) for key, item in value.items()}
+            items = {key: _convert(item, leaf, done) for key, item in value.items()}
+            done[id(value)] = rebuild_dict(value, items)
         else:
-            converted = type(value)(_convert(item, leaf, done) for item in value)
-        done[id(value)] = converted
+            elements = (_convert(item, leaf, done) for item in value)
+            done[id(value)] = rebuild_sequence(value, elements)
     return done[id(value)]
 
 
@@ -193,15 +194,17 @@ class _Joiner:
         if isinstance(first, dict) and all(isinstance(value, dict) for value, _ in values):
             # Keys may differ: an FSDP 1 rank has no state of parameters that it has no part of.
             keys = dict.fromkeys(key for value, _ in values for key in value)
-            return {
+            items = {
                 key: self.join([(v[key], name) for v, name in values if key in v], (*path, key))
                 for key in keys
             }
+            return rebuild_dict(first, items)
         if all(type(value) is type(first) and len(value) == len(first) for value, _ in values):
-            return type(first)(
+            elements = (
                 self.join([(value[i], name) for value, name in values], (*path, i))
                 for i in range(len(first))
             )
+            return rebuild_sequence(first, elements)
         self.differing.append(path)
         return first
 

@@ -5,12 +5,16 @@ from __future__ import annotations
 import pickle
 from collections import Counter, OrderedDict, defaultdict, deque
 
+import numpy as np
 import pytest
+import torch
 
+import reshard
 from reshard.containers.pickles.canonical import Canonicalizer
 from reshard.containers.pickles.pickler import Pickler
 from reshard.containers.pickles.unpickle import loads
 from reshard.state_dict.own_values import keep_own_values
+from reshard.state_dict.tree import join_trees
 
 VALUES = {
     "an OrderedDict": OrderedDict([("b", 2), ("a", OrderedDict(x=1))]),
@@ -23,8 +27,12 @@ VALUES = {
 }
 
 
+def load(value):
+    return loads(pickle.dumps({"own": value}, protocol=2), where="here.pt").value
+
+
 def keep(value):
-    root = loads(pickle.dumps({"own": value}, protocol=2), where="here.pt").value
+    root = load(value)
     return keep_own_values(root, root)
 
 
@@ -43,3 +51,31 @@ def test_a_container_inside_itself_is_not_kept():
 
 def test_plain_containers_are_not_kept_twice():
     assert keep({"a": [1, (2,)]}) == {}
+
+
+def split(tmp_path, own, **options):
+    """Save an object with torch, split it, and load the result with torch."""
+    model = torch.nn.Linear(3, 2)
+    optimizer = torch.optim.SGD(model.parameters(), momentum=0.9)
+    model(torch.ones(3)).sum().backward()
+    optimizer.step()
+    state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+    torch.save({**state, **own}, tmp_path / "one.pt")
+    report = reshard.split(tmp_path / "one.pt", tmp_path / "two.pt", to="torch", **options)
+    return torch.load(tmp_path / "two.pt", weights_only=False), report
+
+
+@pytest.mark.parametrize("beside", [None, np.arange(3)], ids=["alone", "beside an array"])
+def test_a_split_keeps_the_classes_of_containers(tmp_path, beside):
+    """The reader copies every container of a pickle, and those beside arrays once more."""
+    found, _ = split(tmp_path, {"own": VALUES, "beside": beside})
+    assert repr(found["own"]) == repr(VALUES)
+
+
+def test_values_of_several_ranks_keep_their_classes():
+    trees = [load(VALUES), load({**VALUES, "a deque": deque([1, 3])})]
+    joined = join_trees(trees, ["0.pt", "1.pt"])
+    assert joined.differing == [("own", "a deque", 1)]
+    pickler = Pickler("there.pt")
+    pickler.write(Canonicalizer().convert(keep_own_values(joined.root, joined.root)))
+    assert repr(pickle.loads(pickler.finish())["own"]) == repr(VALUES)

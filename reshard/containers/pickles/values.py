@@ -5,7 +5,7 @@ Builders construct Python's own containers; every other object becomes a `Call`.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -144,6 +144,26 @@ class ListObject(list[Any]):
         value = cls(elements)
         value.call = Call(name, ((), *args) if args else ())
         return value
+
+
+def rebuild_dict(original: dict[Any, Any], items: dict[Any, Any]) -> dict[Any, Any]:
+    """Return items as a dict of the class of another one."""
+    if not isinstance(original, DictObject):
+        return items
+    value = DictObject(items)
+    value.call = original.call
+    return value
+
+
+def rebuild_sequence(original: Sequence[Any], elements: Iterable[Any]) -> Sequence[Any]:
+    """Return elements as a list, tuple or deque, whichever another one is."""
+    if isinstance(original, tuple):
+        return tuple(elements)
+    if not isinstance(original, ListObject):
+        return list(elements)
+    value = ListObject(elements)
+    value.call = original.call
+    return value
 
 
 PYTHON2_NAMES = {  # protocol 2 uses the names of Python 2 (CPython ``Lib/_compat_pickle.py``)
