@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
+from reshard.containers.pickles import trust
 from reshard.containers.pickles.values import Call, Global
 from reshard.containers.torch_objects import Tensor
 from reshard.state_dict.global_tensor import GlobalTensor
@@ -120,8 +121,8 @@ def _convert_key(key: Any) -> Any:
 
 
 def _convert_scalar(value: Any) -> Any:
-    if isinstance(value, Global):
-        return value.name
+    if isinstance(value, Global):  # an unexpected one is not written again, not even as a text
+        return value.name if trust.is_expected(value.name) else {"class": value.name}
     if isinstance(value, (Tensor, GlobalTensor)):
         return {"tensor": str(value.dtype), "shape": list(value.shape)}
     if isinstance(value, LocalTensors):

@@ -79,3 +79,16 @@ def test_values_of_several_ranks_keep_their_classes():
     pickler = Pickler("there.pt")
     pickler.write(Canonicalizer().convert(keep_own_values(joined.root, joined.root)))
     assert repr(pickle.loads(pickler.finish())["own"]) == repr(VALUES)
+
+
+def test_a_generator_of_numpy_continues(tmp_path):
+    found, _ = split(tmp_path, {"own": np.random.default_rng(7)})
+    assert found["own"].random() == np.random.default_rng(7).random()
+
+
+def test_a_function_does_not_become_a_text(tmp_path):
+    loss = torch.nn.functional.mse_loss
+    allowed = [f"{loss.__module__}.{loss.__name__}"]
+    found, report = split(tmp_path, {"own": {"loss": loss}}, allow_pickle=allowed)
+    assert "own" not in found
+    assert any("own" in each for each in (*report.dropped, *report.notes))

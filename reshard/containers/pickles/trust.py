@@ -67,6 +67,7 @@ _EXPECTED = {
         (ndarray|dtype|u?int\d+|float\d+|bool_?)
         | _?core\.(multiarray\.(_reconstruct|scalar)|numeric\._frombuffer)
         | random\._pickle\.__\w+_ctor | random\._\w+\.[A-Z]\w*
+        | random\.bit_generator\.(__pyx_unpickle_)?SeedSequence
         | dtypes\.\w+
         """,
     # Megatron-LM's `exit_signal`. Python before 3.11 writes its members by name (`_convert_` in
