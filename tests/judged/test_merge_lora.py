@@ -314,6 +314,22 @@ def test_a_tied_base(form, made, tmp_path):
     assert loaded.config.tie_word_embeddings is (form in ("tokens", "tied"))
 
 
+@pytest.mark.parametrize(
+    ("factory", "trained"),
+    [("llama", "lm_head"), ("llama", "embed_tokens"), ("llama_tied", "embed_tokens")],
+)
+def test_resized_embeddings_are_written_once(factory, trained, tmp_path):
+    """PEFT saves them without being asked, under all names of their live modules."""
+    base = save_base(models.build(factory), tmp_path / "base")
+    model = read_model(base)
+    model.resize_token_embeddings(98, mean_resizing=False)
+    adapted = adapt(model, {**PLAIN, "modules_to_save": [trained]})
+    adapted.save_pretrained(tmp_path / "adapter")
+    got, _ = merged(tmp_path / "adapter", base, tmp_path / "out")
+    assert_close(got, adapted)
+    assert read_model(tmp_path / "out").config.vocab_size == 98
+
+
 @pytest.mark.parametrize("factory", ["llama", "llama_tied"])
 def test_trained_tokens_alone(factory, tmp_path):
     """Check an adapter of rows of the embedding, which no LoRA matrices accompany."""

@@ -184,10 +184,13 @@ def _check_same_base(run: Manifest, merged: Merged, pool: SourceFiles) -> None:
     both = [fqn for fqn in stored if fqn in bases and fqn not in merged.replaced]
     for fqn in both[:: max(len(both) // _COMPARED, 1)]:
         if not _is_alike(stored[fqn], bases[fqn], pool):
+            before, after = bases[fqn].shape, stored[fqn].shape
+            differs = f"the values of {fqn!r} differ from those of"
+            if before != after:
+                differs = f"{fqn!r} has the shape {before}, but {after} in"
             raise DifferentError(
                 f"{MERGE_LORA} {merged.base.origin.path}",
-                f"the values of {fqn!r} differ from those of the adapter's run"
-                f" ({stored[fqn].chunks[0].file})",
+                f"{differs} the adapter's run ({stored[fqn].chunks[0].file})",
                 "pass the base model that the adapter was trained on",
             )
 

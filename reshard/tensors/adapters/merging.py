@@ -18,7 +18,15 @@ from reshard.core.chunks import Chunk
 from reshard.core.manifest import PARAM, Entry, Manifest, find_most_common_dtype, index_entries
 from reshard.core.views import Put, Take, apply_views
 from reshard.errors import CorruptError, UnsupportedError, UsageError
-from reshard.model.adapter_names import IN, MAGNITUDE, OUT, SINGULAR, TOKENS, parse_part
+from reshard.model.adapter_names import (
+    IN,
+    MAGNITUDE,
+    OUT,
+    SAVED_MODULE,
+    SINGULAR,
+    TOKENS,
+    parse_part,
+)
 from reshard.tensors.adapters import base_names, layouts, settings
 from reshard.tensors.adapters.config import AdapterConfig
 from reshard.tensors.adapters.layouts import Fit
@@ -146,7 +154,21 @@ def _sort_tensors(adapter: Iterable[Entry]) -> _Tensors:
             tensors.pairs.setdefault(part.layer, _Pair(part.layer)).bias = entry
         else:
             tensors.pairs.setdefault(part.layer, _Pair(part.layer)).roles[part.role] = entry
+    _leave_out_copies(tensors.weights)
     return tensors
+
+
+def _leave_out_copies(weights: dict[str, Entry]) -> None:
+    """Leave out the copies of a trained layer that PEFT saves with resized embeddings.
+
+    It saves both embeddings under all names of their live modules (PEFT 0.21
+    ``utils/save_and_load.py``, save_embedding_layers).
+    """
+    for fqn in list(weights):
+        layer, _, name = fqn.rpartition(".")
+        wrapper, _, copy = layer.rpartition(".")
+        if copy in (SAVED_MODULE, "original_module") and f"{wrapper}.{name}" in weights:
+            del weights[fqn]
 
 
 class _Merger:
