@@ -215,8 +215,9 @@ def explain_separate(fqns: Iterable[str]) -> list[str]:
     kind = "LoRA tensor" if find_methods(own) == [LORA] else "adapter tensor"
     text = (
         f"{counted(len(own), kind)} ({some([each.fqn for each in own])}) written under"
-        " PEFT's names, not added to the adapted weights. Pass --adapter"
-        f" {' or '.join(adapters)} to write one adapter for PeftModel.from_pretrained"
+        " PEFT's names, not added to the adapted weights. Pass --merge-lora BASE to add an adapter"
+        f" to its base model, or --adapter {' or '.join(adapters)} to write one for"
+        " PeftModel.from_pretrained"
     )
     return [text]
 

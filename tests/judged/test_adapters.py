@@ -409,7 +409,8 @@ def test_trained_weights_of_the_base_model_are_named(saved, tmp_path):
 
 def test_a_merge_of_all_weights_says_how_to_have_the_adapter(saved, tmp_path):
     (text,) = reshard.merge(saved(adapted()), tmp_path / "out.safetensors").warnings
-    assert "Pass --adapter default to write one adapter for PeftModel.from_pretrained" in text
+    assert "Pass --merge-lora BASE to add an adapter to its base model" in text
+    assert "--adapter default to write one for PeftModel.from_pretrained" in text
 
 
 def test_a_base_that_is_frozen_beside_its_adapter_stays_with_it(saved, peft_adapter, tmp_path):
