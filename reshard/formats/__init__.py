@@ -33,7 +33,7 @@ from reshard.formats import placeholders, registry, run, unclear
 from reshard.formats.base import ReadHints
 from reshard.formats.pytorch.directory import find_whole
 from reshard.model import ModelShapes
-from reshard.system.files import SourceFiles, refuse_lfs_pointer
+from reshard.system.files import LFS_HEAD, SourceFiles, refuse_lfs_pointer
 from reshard.system.paths import as_path
 from reshard.units import some
 
@@ -41,7 +41,6 @@ __all__ = ["PLAIN_SUFFIXES", "Paths", "as_paths", "open_alone", "read", "read_ou
 
 Paths = str | Path | Sequence[str | Path]
 _LISTED = 6
-_LFS_HEAD = 16  # bytes that show whether a file is a pointer of Git LFS
 
 
 def read(  # noqa: PLR0913 - a keyword an option
@@ -188,8 +187,8 @@ def _refuse_missing_weights(location: Location) -> None:
             nbytes = path.stat().st_size
             if nbytes == 0:
                 raise IncompleteError(path, "is empty", "fetch it again")
-            if nbytes >= _LFS_HEAD:
-                refuse_lfs_pointer(path, files.read(str(path), 0, _LFS_HEAD))
+            if nbytes >= LFS_HEAD:
+                refuse_lfs_pointer(path, files.read(str(path), 0, LFS_HEAD))
 
 
 def open_alone(path: Path) -> None:

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 MAX_DOCUMENT = 256 << 20  # bytes; the index of a million tensors has a third of that
 MAX_POINTER = 4096  # bytes; for a file that names a directory
 _LFS_POINTER = b"version https://"  # the first line goes on with git-lfs.github.com/spec/v1
+LFS_HEAD = len(_LFS_POINTER)  # bytes that show whether a file is a pointer of Git LFS
 _MAX_OPEN = 512  # descriptors in a pool
 
 
@@ -360,7 +361,7 @@ def refuse_lfs_pointer(path: str | Path, head: bytes) -> None:
     Source: https://github.com/git-lfs/git-lfs/blob/main/docs/spec.md ("The Pointer").
 
     Args:
-        head: the first 16 bytes of the file or more.
+        head: the first `LFS_HEAD` bytes of the file or more.
 
     Raises:
         IncompleteError: the file is such a pointer.

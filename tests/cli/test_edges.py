@@ -155,11 +155,22 @@ def test_a_working_directory_that_was_deleted_is_told_of(plain, tmp_path):
     assert "Traceback" not in done.stderr
 
 
+LFS_POINTER = "version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 988097824\n"
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is")
+@pytest.mark.parametrize("name", [".metadata", "__0_0.distcp"])
+def test_a_pointer_of_git_lfs_in_dcp_is_named(tmp_path, name):
+    dcp.save({"w": torch.ones(4)}, checkpoint_id=tmp_path, no_dist=True)
+    (tmp_path / name).write_text(LFS_POINTER)
+    with pytest.raises(IncompleteError, match=f"{name}: is a pointer of Git LFS"):
+        reshard.inspect(tmp_path)
+
+
 @pytest.mark.parametrize("name", ["model.safetensors", "pytorch_model.bin", "x.pt"])
 @pytest.mark.parametrize("of_directory", [True, False])
 def test_a_pointer_of_git_lfs_is_named(tmp_path, name, of_directory):
-    text = "version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 988097824\n"
-    (tmp_path / name).write_text(text)
+    (tmp_path / name).write_text(LFS_POINTER)
     (tmp_path / "config.json").write_text("{}")
     with pytest.raises(IncompleteError, match=f"{name}: is a pointer of Git LFS"):
         reshard.inspect(tmp_path if of_directory else tmp_path / name)

@@ -21,7 +21,7 @@ from reshard.errors import CorruptError, UnsupportedError
 from reshard.formats.dcp.archives import ArchiveCache
 from reshard.formats.dcp.metadata import Block
 from reshard.quantised import moments
-from reshard.system.files import Section, SourceFiles, get_size
+from reshard.system.files import LFS_HEAD, Section, SourceFiles, get_size, refuse_lfs_pointer
 from reshard.system.ranges import Range
 
 ZIP = b"PK"  # the first bytes of a torch.save archive
@@ -148,12 +148,13 @@ class ItemReader:
 
     def _find_section(self, name: str, block: Block) -> Section | None:
         """Return the archive of a block; None if a safetensors stream begins there."""
-        stop = block.byte_offset + block.nbytes
-        if stop > self._get_size(name):
+        stop, size = block.byte_offset + block.nbytes, self._get_size(name)
+        if stop > size:
+            refuse_lfs_pointer(name, self._pool.read(name, 0, min(size, LFS_HEAD)))
             raise CorruptError(
                 name,
                 f".metadata places {block.key!r} at bytes {block.byte_offset} to {stop}, but the"
-                f" file has {self._get_size(name)}",
+                f" file has {size}",
                 "the file is truncated: fetch it again",
             )
         if (name, block.byte_offset) in self._streams:

@@ -19,7 +19,7 @@ from reshard.core import dtypes
 from reshard.core.box import Box, Index, as_index
 from reshard.core.dtypes import DType
 from reshard.errors import CorruptError, IncompleteError, UnsafeError, UnsupportedError, shown
-from reshard.system.files import read_small_file
+from reshard.system.files import read_small_file, refuse_lfs_pointer
 
 _CLASSES = ("Metadata", "MCoreMetadata")  # the second of Megatron-core 0.14 and 0.15
 _BUILDERS = {"torch.Size": lambda dims=(): tuple(dims)}
@@ -84,7 +84,9 @@ def read(files: Sequence[Path]) -> Metadata:
 
 
 def _add_file(found: Metadata, path: Path) -> None:
-    done = loads(read_small_file(path, _MAX_BYTES), where=path, builders=_BUILDERS)
+    content = read_small_file(path, _MAX_BYTES)
+    refuse_lfs_pointer(path, content)
+    done = loads(content, where=path, builders=_BUILDERS)
     root = done.value
     if not isinstance(root, Call) or root.name.rsplit(".", 1)[-1] not in _CLASSES:
         raise CorruptError(path, "is a pickle, but not DCP metadata", "fetch it again")
