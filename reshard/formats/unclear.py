@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from reshard.containers.torch_detect import PLAIN_SUFFIXES
-from reshard.core.location import Location
+from reshard.core.location import Location, get_directory
 from reshard.core.manifest import Manifest
 from reshard.errors import IncompleteError, UnrecognisedError, UnsupportedError
 from reshard.formats import foreign, huggingface, registry, run
@@ -76,7 +76,8 @@ def refuse_one_of_many(location: Location) -> None:
             f"contains {shard.string}, shard {int(shard[1])} of {int(shard[2])}, but no index that"
             " states how the shards belong together",
             "pass the directory that has the index (model.safetensors.index.json,"
-            " pytorch_model.bin.index.json) and all shards",
+            " pytorch_model.bin.index.json) and all shards"
+            f"{huggingface.suggest_parts(get_directory(location.path))}",
         )
     _refuse_torchtune_shards(location, names)
     _refuse_rank_files(location, names)

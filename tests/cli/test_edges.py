@@ -180,3 +180,29 @@ def test_a_model_that_does_not_exist_is_refused_also_where_none_is_needed(plain,
     with pytest.raises(UsageError, match="is not a file, a directory or module"):
         reshard.merge(plain, tmp_path / "out", model="nope.json")
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.skipif(
+    not hasattr(dcp, "HuggingFaceStorageWriter"), reason="torch consolidates no shards yet"
+)
+@pytest.mark.filterwarnings("ignore:torch.distributed is")
+@pytest.mark.parametrize("interrupted", ["before the index", "after the index"])
+def test_an_interrupted_consolidation_is_advised_to_use_its_parts(tmp_path, interrupted):
+    """Torch consolidates a model after all ranks have saved, which can take longer than a job."""
+    state = {"a": torch.ones(3), "b": torch.zeros(4)}
+    shards = {"a": 1, "b": 2}
+    writer = dcp.HuggingFaceStorageWriter(
+        tmp_path / "out", shards, save_distributed=True, enable_consolidation=True
+    )
+    dcp.save(state, storage_writer=writer, no_dist=True)
+    (tmp_path / "out/model-00002-of-00002.safetensors").unlink()
+    if interrupted == "before the index":
+        (tmp_path / "out/model.safetensors.index.json").unlink()
+    with pytest.raises(IncompleteError) as caught:
+        reshard.merge(tmp_path / "out", tmp_path / "model.safetensors")
+    parts = tmp_path / "out/sharded"
+    assert f"or pass {parts}" in caught.value.remedy
+    reshard.merge(parts, tmp_path / "model.safetensors")
+    found = load_file(tmp_path / "model.safetensors")
+    assert found.keys() == state.keys()
+    assert all(torch.equal(found[name], state[name]) for name in state)

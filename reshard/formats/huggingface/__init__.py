@@ -8,6 +8,13 @@ Sources: transformers 5 ``modeling_utils.py`` (file names, ``{"format": "pt"}``)
 ``serialization/_base.py`` (greedy shards in state-dict order, ``metadata.total_size``).
 """
 
-from reshard.formats.huggingface.directory import NAME, detect, find_index, is_shard, is_whole_set
+from reshard.formats.huggingface.directory import (
+    NAME,
+    detect,
+    find_index,
+    is_shard,
+    is_whole_set,
+    suggest_parts,
+)
 
-__all__ = ["NAME", "detect", "find_index", "is_shard", "is_whole_set"]
+__all__ = ["NAME", "detect", "find_index", "is_shard", "is_whole_set", "suggest_parts"]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Container
+from pathlib import Path
 
 from reshard.containers.safetensors import is_safetensors_file
 from reshard.containers.safetensors_shards import INDEX
@@ -47,6 +48,16 @@ def is_whole_set(location: Location) -> bool:
         and len({(match["stem"], match["of"]) for match in shards}) == 1
         and numbers == list(range(1, int(shards[0]["of"]) + 1))
     )
+
+
+def suggest_parts(directory: Path) -> str:
+    """Return the advice to read the parts of a model that torch has not yet consolidated.
+
+    Source: torch 2.13 ``distributed/checkpoint/hf_storage.py``, SHARDED_DIR_NAME.
+    """
+    parts = directory / "sharded"
+    found = any(parts.glob("*.safetensors"))
+    return f"; or pass {parts}, which has what the ranks saved" if found else ""
 
 
 def is_shard(name: str) -> bool:

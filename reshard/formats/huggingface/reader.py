@@ -33,6 +33,7 @@ from reshard.formats.huggingface.directory import (
     is_index,
     is_whole_set,
     list_other_weights,
+    suggest_parts,
 )
 from reshard.quantised.scale_names import find_precision
 from reshard.quantised.statement import find_statement
@@ -130,7 +131,8 @@ def _read_indexed(location: Location, index: Path) -> Manifest:
         promised[name].add(fqn)
     missing = next((name for name in names if name not in location.files), None)
     if missing:
-        raise IncompleteError(index, f"names {missing}, which is missing", "fetch that file")
+        advice = f"fetch that file{suggest_parts(index.parent)}"
+        raise IncompleteError(index, f"names {missing}, which is missing", advice)
     shards = [location.files[name] for name in names]
     for name, shard, read in zip(names, shards, map_files(shards, _read_shard), strict=True):
         tensors, source, seen = read
