@@ -238,6 +238,16 @@ def _fsdp1_local() -> list[Case]:
         _case("fsdp1_local_orig_named", 2, *row, pair, "", groups="named", **orig, **layer),
         _case("fsdp1_local_orig_ws4", 4, *row, pair, "two groups", **decay, **layer),
         _case(
+            "fsdp1_local_orig_adagrad_ws4",
+            4,
+            *row,
+            pair,
+            "no update on ranks without elements",
+            optimizer="adagrad",
+            **orig,
+            **layer,
+        ),
+        _case(
             "fsdp1_local_orig_frozen_ws4",
             4,
             *row,

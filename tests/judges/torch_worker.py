@@ -53,7 +53,7 @@ from torch.distributed.tensor.parallel import (
     RowwiseParallel,
     parallelize_module,
 )
-from torch.optim import SGD, Adafactor, AdamW, NAdam
+from torch.optim import SGD, Adafactor, Adagrad, AdamW, NAdam
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from torch.utils.serialization import config as serialization
 from transformers.models.llama.modeling_llama import LlamaAttention, LlamaDecoderLayer
@@ -261,6 +261,7 @@ OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "sgd": functools.partial(SGD, lr=0.1, momentum=0.9),
     "nadam": functools.partial(NAdam, lr=1e-2),
     "adafactor": functools.partial(Adafactor, lr=1e-2),
+    "adagrad": functools.partial(Adagrad, lr=1e-2),
 }
 
 

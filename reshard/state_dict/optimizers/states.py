@@ -339,11 +339,20 @@ def _list_members(group: Mapping[str, Any]) -> list[Any]:
     return list(group.get("params") or ())
 
 
-def _read_step(fqn: str, value: Any, pool: SourceFiles) -> float | None:
-    """Return the step, on which all ranks must agree."""
+def _read_step(fqn: str, slots: Slots, pool: SourceFiles) -> float | None:
+    """Return the step, on which all ranks with elements of the parameter must agree.
+
+    Adagrad has a state before its first update, and makes none on a rank without elements.
+    """
+    value = slots.get("step")
     if not isinstance(value, LocalTensors):
         return read_counter(value, pool)
-    chunks = [chunk for chunk in value.pieces.values() if chunk.box.volume == 1]
+    tensors = [slot for slot in slots.values() if isinstance(slot, LocalTensors)]
+    empty = {
+        rank for slot in tensors for rank, chunk in slot.pieces.items() if not chunk.box.volume
+    }
+    pieces = value.pieces.items()
+    chunks = [chunk for rank, chunk in pieces if chunk.box.volume == 1 and rank not in empty]
     try:
         counted = {chunk.file: read_number(pool, chunk) for chunk in chunks}
     except UnsupportedError:  # a dtype that no counter has
@@ -382,7 +391,7 @@ def _add_non_tensor_state(
     parsed: ParsedOptimizer, fqns: Sequence[str], slots: Slots, pool: SourceFiles
 ) -> None:
     """Add the step and the values that are not tensors."""
-    step = _read_step(fqns[0] if fqns else "", slots.get("step"), pool)
+    step = _read_step(fqns[0] if fqns else "", slots, pool)
     other = {k: to_plain(v) for k, v in slots.items() if k != "step" and not is_tensor(v)}
     for fqn in fqns:
         if step is not None:
