@@ -76,6 +76,10 @@ def test_every_tensor_is_megatron_s_own(megatron_case, case, form):
         ("latent_tp2pp2vpp2ep2_etp1", "torch", None),
         ("llama_distopt_tp2dp2", "torch", "swiglu"),
         ("llama_distopt_tp2dp2", "torch_dist", "swiglu"),
+        ("gpt2_tp2pp2", "torch", None),
+        ("gpt2_buckets_pp2dp2", "torch", "untie_embeddings_and_output_weights"),
+        ("llama_mtp_distopt", "torch", "mtp_num_layers"),
+        ("llama_mtp_distopt", "torch_dist", "mtp_num_layers"),
     ],
 )
 def test_folders_and_shapes_show_what_no_argument_states(
@@ -93,7 +97,9 @@ def test_folders_and_shapes_show_what_no_argument_states(
         torch.save(state, path)
     expected = read_expected(folder)
     with reshard.open(run) as checkpoint:
-        for name, tensor in separate(expected["params"]).items():
+        weights = separate(expected["params"])
+        assert {entry.fqn for entry in checkpoint.manifest.of_kind("param")} == set(weights)
+        for name, tensor in weights.items():
             assert torch.equal(stored(checkpoint, "param", name), tensor), name
         moments = {name: held["exp_avg"] for name, held in expected["optimizer"].items()}
         for name, tensor in separate(moments).items():

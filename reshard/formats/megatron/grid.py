@@ -110,10 +110,7 @@ def _tie_embeddings(manifest: Manifest, args: Arguments) -> Manifest:
     """
     if not args.tied:
         return manifest
-    aliases = {
-        names.OUTPUT: names.EMBEDDING,
-        names.LEGACY_OUTPUT: names.LEGACY_EMBEDDING,
-    }
+    aliases = {copy: name for name, copy in names.COPIES.items()}
     fqns = {entry.fqn for entry in manifest.entries.values()}
     tied = {alias: kept for alias, kept in aliases.items() if kept in fqns}
     entries: list[Entry] = []

@@ -13,17 +13,22 @@ from typing import Any
 from reshard.core.box import Index
 from reshard.core.location import Location
 from reshard.errors import MIXED, CorruptError
-from reshard.formats.megatron import directory
+from reshard.formats.megatron import directory, names
 from reshard.formats.megatron.arguments import Arguments
+from reshard.formats.megatron.optimizers.frozen import sample_tensor
 from reshard.formats.megatron.rank import RankFile, open_rank
+from reshard.state_dict.global_tensor import GlobalTensor
+from reshard.system.files import SourceFiles
 
 _SIZES = tuple(f"{axis}_model_parallel_size" for axis in ("tensor", "pipeline", "expert"))
 _STATED_SIZES = (*_SIZES, "model_parallel_size")
+_UNTIED = "untie_embeddings_and_output_weights"
 _EXPERT_TENSOR = "expert_tensor_parallel_size"
 _STATE_OF_ATTENTION = "core_attention._extra_state"
 _STATE_BEHIND = "linear_proj._extra_state"
 _MATRIX = 2  # dims
 _ROUTER = ".mlp.router.weight"
+_MTP = re.compile(r"mtp\.layers\.(\d{1,9})\.")  # layers of multi-token prediction
 # The first matrix of an MLP -> the second: of Megatron-core, of GroupedMLP, and before core.
 _SECOND = (
     (re.compile(r"(.*\.linear_fc)1(\.weight\d*)"), r"\g<1>2\2"),
@@ -70,7 +75,7 @@ def _list_names(file: RankFile) -> list[list[str]]:
 
 
 def infer_model(args: Arguments, shapes: Mapping[str, Index]) -> Arguments:
-    """Return arguments that state what shapes of weights show: gated units, number of experts.
+    """Return arguments that state what shapes of weights show: gated units, experts, MTP.
 
     Args:
         shapes: of the weights of ranks, or of the whole model's.
@@ -82,6 +87,9 @@ def infer_model(args: Arguments, shapes: Mapping[str, Index]) -> Arguments:
     routers = [shape[0] for name, shape in shapes.items() if name.endswith(_ROUTER) and shape]
     if routers and not args.experts:
         values["num_experts"] = max(routers)
+    predicting = [int(match[1]) for match in map(_MTP.match, shapes) if match]
+    if predicting and not args.mtp:
+        values["mtp_num_layers"] = max(predicting) + 1
     first = _find_first_matrix(shapes)
     if first is not None and args.gated is not first[1]:
         if args.gated:
@@ -110,6 +118,28 @@ def infer_layers(args: Arguments, states: Iterable[str]) -> Arguments:
 def infer_optimizer(args: Arguments, *, distributed: bool) -> Arguments:
     """Return arguments that state whether the files have a distributed optimizer."""
     return _add(args, "use_distributed_optimizer", True) if distributed else args
+
+
+def infer_tied(args: Arguments, first: RankFile, last: RankFile) -> Arguments:
+    """Return arguments that state a tied embedding if the last stage has a copy of its values.
+
+    Args:
+        first, last: the files of the same rank of the first and of the last pipeline stage.
+    """
+    if args.pp == 1 or _UNTIED in args.values:
+        return args
+    ends = [
+        (_find_weight(first, name), _find_weight(last, copy)) for name, copy in names.COPIES.items()
+    ]
+    pairs = [(weight, copy) for weight, copy in ends if weight is not None and copy is not None]
+    with SourceFiles() as files:
+        sampled = [[sample_tensor(w.shape, w.chunks, files) for w in pair] for pair in pairs]
+    is_tied = any(weight == copy for weight, copy in sampled)
+    return _add(args, _UNTIED, False) if is_tied else args
+
+
+def _find_weight(file: RankFile, name: str) -> GlobalTensor | None:
+    return next((chunk.params[name] for chunk in file.chunks if name in chunk.params), None)
 
 
 def _add(args: Arguments, name: str, value: Any) -> Arguments:

@@ -77,6 +77,9 @@ def read(location: Location, table: Table) -> Manifest:
     extra = (name for file in opened.values() for chunk in file.chunks for name in chunk.extra)
     args = inferred.infer_layers(inferred.infer_model(args, _list_shapes(opened)), extra)
     args = inferred.infer_optimizer(args, distributed=flat)
+    begin = min(opened)
+    end = min(rank for rank in opened if (rank.pp, rank.tp) == (args.pp - 1, begin.tp))
+    args = inferred.infer_tied(args, opened[begin], opened[end])
     _check_ranks(opened, args)
     offsets = _compute_offsets(opened, args)
     ranks: dict[GridPosition, Manifest] = {}
@@ -117,7 +120,7 @@ def read(location: Location, table: Table) -> Manifest:
 
 def _list_shapes(opened: Mapping[GridPosition, RankFile]) -> dict[str, Index]:
     """Return the shapes of the weights of each kind of layer, under names of a rank."""
-    chunks = (chunk for file in opened.values() for chunk in file.chunks if chunk.layers)
+    chunks = (chunk for file in opened.values() for chunk in file.chunks)
     tensors = chain.from_iterable(chunk.params.items() for chunk in chunks)
     return {name: tensor.shape for name, tensor in tensors}
 
@@ -255,7 +258,8 @@ def _claim_stages(
     ``core/transformer/transformer_block.py`` (``has_final_layernorm_in_this_stage``),
     ``megatron/model/transformer.py`` of 2.x (``post_process``).
     """
-    counts = list(chain.from_iterable(args.list_layers())) if args.mtp else [1]
+    rows = args.list_layers() if args.mtp and args.states_layers else ()
+    counts = list(chain.from_iterable(rows)) or _count_layers(opened, args)
     ends_model = find_norm(counts, mtp=args.mtp > 0) == len(counts) - 1
     begins_model = not args.mtp and not any(map(args.values.get, _ENCODERS))
     for about, pattern, stage, applies in (
@@ -322,12 +326,8 @@ def _compute_offsets(opened: Mapping[GridPosition, RankFile], args: Arguments) -
 
     Each file numbers its layers from 0. The first chunks of all stages come before the second ones.
     """
-    counts = [
-        [chunk.layers for chunk in next(f for r, f in opened.items() if r.pp == pp).chunks]
-        for pp in range(args.pp)
-    ]
-    chunks = len(counts[0])
-    flat = [counts[pp][vp] for vp in range(chunks) for pp in range(args.pp)]
+    flat = _count_layers(opened, args)
+    chunks = len(flat) // args.pp
     total = args.number("num_layers", "encoder_num_layers", default=sum(flat))
     if sum(flat) != total and arguments.has_own_configs(args.values):
         flat = _add_empty_layers(flat, args)
@@ -339,6 +339,12 @@ def _compute_offsets(opened: Mapping[GridPosition, RankFile], args: Arguments) -
         )
     starts = [0, *accumulate(flat)]
     return [[starts[vp * args.pp + pp] for vp in range(chunks)] for pp in range(args.pp)]
+
+
+def _count_layers(opened: Mapping[GridPosition, RankFile], args: Arguments) -> list[int]:
+    """Return the number of layers in each chunk, in the order in which layers pass through them."""
+    stages = [next(f for r, f in opened.items() if r.pp == pp) for pp in range(args.pp)]
+    return [file.chunks[at].layers for at in range(len(stages[0].chunks)) for file in stages]
 
 
 def _add_empty_layers(found: Sequence[int], args: Arguments) -> list[int]:

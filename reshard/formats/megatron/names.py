@@ -21,6 +21,7 @@ from reshard.layouts.model_parallel.rules import RuleMatch, Table
 EMBEDDING, OUTPUT = "embedding.word_embeddings.weight", "output_layer.weight"
 LEGACY_EMBEDDING = "language_model.embedding.word_embeddings.weight"
 LEGACY_OUTPUT = "word_embeddings_for_head.weight"
+COPIES = {EMBEDDING: OUTPUT, LEGACY_EMBEDDING: LEGACY_OUTPUT}  # of a tied embedding
 
 # T5Model has these modules a second time, under another name (``core/models/T5/t5_model.py``).
 SECOND_NAMES = {

@@ -244,7 +244,8 @@ def make_layout_error(path: str, what: str, members: Sequence[Param], numel: int
         f"{what} has {numel} elements, but Megatron's layout of its {len(members)} parameters has"
         f" {expected}",
         "it belongs to another run than the weights, or was written by a Megatron version that"
-        f" reshard does not support{frozen}",
+        " reshard does not support; or args in the checkpoint lack the layers of each stage"
+        f" (pipeline_model_parallel_layout ...) or the size of a bucket (ddp_bucket_size){frozen}",
     )
 
 
