@@ -26,6 +26,7 @@ from reshard.commands.open_files import FilesOptions, open_files
 from reshard.engine.move.on_demand import OnDemandFiles
 from reshard.errors import ReshardError, UsageError
 from reshard.system.paths import is_remote
+from reshard.units import counted
 
 _BLOCK_BYTES = 4 << 20  # computed at once; the kernel asks for 128 KiB
 _DEVICE = "/dev/fuse"
@@ -57,7 +58,8 @@ def mount(
     fuse = _import_fuse()
     _check_device()
     with open_files(source, options) as files, closing(ComputedBlocks(files, options)) as blocks:
-        greeting = f"mounted {len(list(files))} files of {options.to} at {directory}"
+        count = counted(len(list(files)), "file")
+        greeting = f"mounted {count} of {options.to} at {directory}"
         operations = FileOperations(files, blocks, print_line, f"{greeting}; Ctrl-C unmounts them")
         with _unmount_at_signals():
             _run(fuse, operations, directory)

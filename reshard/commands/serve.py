@@ -25,6 +25,7 @@ from reshard.commands.open_files import FilesOptions, open_files
 from reshard.engine.move.on_demand import OnDemandFiles
 from reshard.errors import ReshardError, UsageError
 from reshard.options import option
+from reshard.units import counted
 
 _LOOPBACK = ("127.0.0.1", "localhost", "::1")
 _BLOCK_BYTES = 4 << 20
@@ -64,7 +65,8 @@ def serve(
     options = options or ServeOptions()
     with open_files(source, options) as files, create_server(files, options, print_line) as server:
         host, port = server.server_address[:2]
-        print_line(f"serving {len(list(files))} files of {options.to} at http://{host!s}:{port}/")
+        count = counted(len(list(files)), "file")
+        print_line(f"serving {count} of {options.to} at http://{host!s}:{port}/")
         if server.token and not options.token:
             print_line(f"clients must send the header: Authorization: Bearer {server.token}")
         server.serve_forever()
