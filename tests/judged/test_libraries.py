@@ -5,6 +5,7 @@ A case whose library cannot be imported here is skipped with the import's error.
 
 from __future__ import annotations
 
+import os
 import shutil
 
 import pytest
@@ -12,6 +13,7 @@ from safetensors.torch import load_file
 from torch.distributed.checkpoint import FileSystemReader
 
 import reshard
+from reshard.errors import CorruptError, IncompleteError
 from tests.judged.expected import read_expected
 from tests.judges.library_cases import CASES
 from tests.support.sample_tensors import same
@@ -181,6 +183,21 @@ def test_a_lost_optimizer_is_noticed_by_its_scheduler(library_case, tmp_path):
         assert lost not in reshard.inspect(tmp_path / case).manifest.warnings
         (tmp_path / case / name).unlink()
         assert lost in reshard.inspect(tmp_path / case).manifest.warnings
+
+
+@pytest.mark.parametrize("damage", ["missing", "truncated"])
+def test_weights_are_read_beside_a_damaged_optimizer(damage, library_case, tmp_path):
+    case = "acc_fsdp1_sharded"
+    shutil.copytree(source(case, library_case), tmp_path / "run")
+    weights = tmp_path / "run/pytorch_model_fsdp_0"
+    part = tmp_path / "run/optimizer_0/__1_0.distcp"
+    part.unlink() if damage == "missing" else os.truncate(part, 2000)
+    for path in (tmp_path / "run", weights):
+        with pytest.raises((IncompleteError, CorruptError)) as caught:
+            reshard.inspect(path)
+        assert f"only the weights: --from torch {weights}" in caught.value.remedy
+    with reshard.open(weights, source_format="torch") as found:
+        check_weights(found, read_expected(library_case(case)))
 
 
 def test_a_note_states_that_adapters_are_not_merged(library_case, tmp_path):

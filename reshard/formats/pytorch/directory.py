@@ -104,6 +104,11 @@ def find_dcp_parts(location: Location) -> dict[str, Location]:
     return parts
 
 
+def is_optimizer_folder(name: str) -> bool:
+    """Return whether a folder that `find_dcp_parts` found has the optimizer, by its name."""
+    return name.startswith("optim")
+
+
 def find_stage_folders(location: Location) -> dict[int, Location]:
     """Return the folders of pipeline stages by number, in order; empty if there are not several."""
     folders = _find_numbered(location, _STAGE_FOLDER)
@@ -154,7 +159,7 @@ def find_whole(location: Location) -> Location | None:
     folder = location.path if location.path.name else location.path.resolve()
     above = Location([folder.parent], inner=True)
     parts = find_dcp_parts(above)
-    optimizers = [name for name in parts if name.startswith("optim")]
+    optimizers = list(filter(is_optimizer_folder, parts))
     is_pair = location.name in parts and (len(parts), len(optimizers)) == (2, 1)
     return above if is_pair else None
 

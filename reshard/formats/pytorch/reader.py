@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path, PurePath
 from typing import Any
@@ -12,13 +12,23 @@ from typing import Any
 from reshard.containers.json_files import read_json_object
 from reshard.core.location import Location, list_missing_ranks
 from reshard.core.manifest import Manifest, Origin, TrainState
-from reshard.errors import FETCH_MISSING, IncompleteError, UnrecognisedError, UsageError
+from reshard.errors import (
+    FETCH_MISSING,
+    CorruptError,
+    IncompleteError,
+    UnrecognisedError,
+    UsageError,
+)
 from reshard.formats import beside, huggingface, run
 from reshard.formats.dcp import directory as dcp
 from reshard.formats.dcp import hf_shards, reader
 from reshard.formats.huggingface import reader as of_huggingface
 from reshard.formats.pytorch import directory, provenance
-from reshard.formats.pytorch.directory import find_dcp_parts, is_rank_file
+from reshard.formats.pytorch.directory import (
+    find_dcp_parts,
+    is_optimizer_folder,
+    is_rank_file,
+)
 from reshard.formats.pytorch.ranks import OpenedRanks, group_by_family, refuse_copies
 from reshard.formats.pytorch.stages import (
     Collected,
@@ -305,9 +315,11 @@ def _collect_parts(
         _add_part(whole, None, reader.read(location))
     if any(map(dcp.is_hf_shard, location.files)):
         _add_part(whole, None, hf_shards.read(location))
-    for name, folder in find_dcp_parts(location).items():
+    parts = find_dcp_parts(location)
+    for name, folder in parts.items():
         # NeMo Automodel 0.7 saves ``model`` as shards for Hugging Face, and ``optim`` as items.
-        part = reader.read(folder) if dcp.detect(folder) else hf_shards.read(folder)
+        with _naming_weights(parts, name):
+            part = reader.read(folder) if dcp.detect(folder) else hf_shards.read(folder)
         _add_part(whole, name, part)
     if _EXTRA_STATE in location.folders and dcp.detect(location):
         _add_extra_state(whole, location.folders[_EXTRA_STATE])
@@ -333,6 +345,18 @@ def _collect_parts(
     whole.saved_modules = _read_saved_modules(location)
     _add_adapters(whole, location, warnings)
     return whole, warnings
+
+
+@contextlib.contextmanager
+def _naming_weights(parts: Mapping[str, Location], name: str) -> Iterator[None]:
+    """Add to an error about the optimizer's folder how to read the weights alone."""
+    try:
+        yield
+    except (IncompleteError, CorruptError) as error:
+        weights = [folder for each, folder in parts.items() if not is_optimizer_folder(each)]
+        if is_optimizer_folder(name) and len(weights) == 1:
+            error.remedy += f"; or read only the weights: --from torch {weights[0]}"
+        raise
 
 
 def _add_extra_state(whole: ParsedTree, folder: Location) -> None:
