@@ -104,7 +104,7 @@ class SplitOptions(LayoutOptions, OutputOptions):
 
     to: str | None = option(
         None,
-        "Layout to write.",
+        "Layout to write; merge writes Hugging Face models.",
         group="Target",
         choices=tuple(registry.list_built_in_writers()),
         find_choices=registry.list_writers,
