@@ -902,3 +902,11 @@ def test_a_file_of_one_rank_alone_is_refused(tmp_path, use):
     change(file, args=use(read_root(file)["args"]))
     with pytest.raises(UnsupportedError, match=r"one of Megatron's .* ranks: it states tp 2, pp 2"):
         reshard.open(file)
+
+
+def test_buffers_of_stages_that_no_argument_states_are_left_out(dist):
+    change(dist / STEP / "common.pt", pipeline_model_parallel_size=3)
+    with reshard.open(dist) as checkpoint:
+        (note,) = checkpoint.manifest.warnings
+        assert {kind for kind, _ in checkpoint.manifest.entries} == {"param"}
+    assert "do not state how 4 layers are divided among 3 pipeline stages" in note

@@ -133,6 +133,13 @@ class FlatBuffers:
                 "the checkpoint does not have the arguments of the run, by which the flat buffers"
                 " of the distributed optimizer are divided"
             )
+        layers = self._args.number("num_layers", "encoder_num_layers")
+        if layers % (self._args.pp * self._args.vp) and not self._args.states_layers:
+            return (
+                f"the arguments of the run do not state how {layers} layers are divided among"
+                f" {self._args.pp} pipeline stages (pipeline_model_parallel_layout ...), by which"
+                " the flat buffers of the distributed optimizer are divided"
+            )
         count = len(self._numbers)
         known = len(forms.divide_params(count, (), self._args, self._table))
         return forms.describe_long_chain(count, known) if count > known else ""
