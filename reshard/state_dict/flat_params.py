@@ -24,6 +24,7 @@ from reshard.layouts.partition import Member, build_flat_chunks, run_chunks
 from reshard.model import ModelShapes
 from reshard.state_dict.global_tensor import GlobalTensor
 from reshard.state_dict.tree import LocalTensors
+from reshard.units import some
 
 KEY = "_flat_param"
 _HINT = (
@@ -86,6 +87,7 @@ def resolve(
     if views:
         ordered = {fqn: origins.sort_slices(view) for fqn, view in views.items()}
         return {**rest, **_resolve_views(ordered, known, where)}, []
+    _refuse_lone_slices(rest, known, where)
     known = {fqn: shape for fqn, shape in shapes.items() if fqn not in rest}
     units = [
         _resolve_unit(prefix, flat, flats, model, known, rest, where)
@@ -95,6 +97,26 @@ def resolve(
     for unit, value in zip(units, flats.values(), strict=True):
         tensors.update(unit.build_tensors((chunk.box.origin[0], chunk) for chunk in value.chunks))
     return {**tensors, **rest}, units
+
+
+def _refuse_lone_slices(rest: Mapping[str, Any], known: Mapping[str, Index], where: str) -> None:
+    """Refuse parameters of which there is only one rank's slice beside the flat parameters.
+
+    With ``use_orig_params=True``, ranks have slices under the same names, of which DCP saves one.
+    """
+    sliced = [
+        fqn
+        for fqn, value in rest.items()
+        if fqn in known and isinstance(value, GlobalTensor)
+        if len(value.shape) == 1 and value.shape != known[fqn]
+    ]
+    if sliced:
+        raise UnsupportedError(
+            where,
+            f"contains one rank's slice of {some(sliced)}: it is a LOCAL_STATE_DICT of"
+            " use_orig_params=True, of which DCP saves a part",
+            "save a SHARDED_STATE_DICT, which FSDP can load, too",
+        )
 
 
 def find_ignored(

@@ -284,6 +284,18 @@ def _fsdp1_local() -> list[Case]:
         ),
         _case("fsdp1_local_dcp", 2, "fsdp1", "local", "sharded", "dcp", "flat in DCP", **layer),
         _case(
+            "fsdp1_local_orig_dcp",
+            2,
+            "fsdp1",
+            "local",
+            "sharded",
+            "dcp",
+            "one rank's slices",
+            expect="refused: DCP saves one rank's slice of each parameter",
+            **orig,
+            **layer,
+        ),
+        _case(
             "fsdp1_local_hybrid_ws4",
             4,
             *row,
