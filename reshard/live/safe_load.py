@@ -32,10 +32,17 @@ def load_safely(file: IO[bytes], name: str, map_location: Any = None) -> Any:
         except pickle.UnpicklingError as error:
             raise UnsafeError(
                 name,
-                f"names a class that is not known to be safe: {str(error).splitlines()[0]}",
+                f"names a class that is not known to be safe: {_find_reason(error)}",
                 "if the class is your own, allow it with"
                 " torch.serialization.add_safe_globals([...])",
             ) from error
+
+
+def _find_reason(error: pickle.UnpicklingError) -> str:
+    """Return the sentence of torch's message that names the class; other lines are general."""
+    text = str(error)
+    _, is_found, reason = text.partition("WeightsUnpickler error: ")
+    return (reason if is_found else text).splitlines()[0].partition(". Please use")[0]
 
 
 def _list_safe_globals() -> list[Any]:

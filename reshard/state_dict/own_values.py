@@ -88,10 +88,10 @@ class _Copier:
             return replace(value, **parts)
         if isinstance(value, dict):
             items = {key: self.copy(item, f"{name}.{key}") for key, item in value.items()}
-            return replace(value.call, items=items) if isinstance(value, DictObject) else items
+            return _describe_dict(value.call, items) if isinstance(value, DictObject) else items
         elements = [self.copy(item, f"{name}.{at}") for at, item in enumerate(value)]
         if isinstance(value, ListObject):
-            return replace(value.call, elements=elements)
+            return replace(value.call, args=(elements, *value.call.args[1:]))
         return type(value)(elements)
 
     def _describe(self, value: Any, name: str) -> Any:
@@ -105,6 +105,17 @@ class _Copier:
             return value
         entry = Entry(name, TENSOR, tensor.dtype, tensor.shape, tensor.chunks)
         return self._entries.setdefault(tensor.chunks, entry)
+
+
+def _describe_dict(call: Call, items: dict[Any, Any]) -> Call:
+    """Return a dict of a class as a call.
+
+    A defaultdict and a deque get their content as an argument, because torch.load with weights_only
+    adds items only to other containers (2.13 ``_weights_only_unpickler.py``, SETITEMS, APPENDS).
+    """
+    if call.args:  # the factory of a defaultdict
+        return replace(call, args=(*call.args, items))
+    return replace(call, items=items)
 
 
 def _drop_attributes(value: Any) -> Any:

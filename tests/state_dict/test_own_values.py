@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime as dt
 import pickle
 from collections import Counter, OrderedDict, defaultdict, deque
 
@@ -13,6 +14,8 @@ import reshard
 from reshard.containers.pickles.canonical import Canonicalizer
 from reshard.containers.pickles.pickler import Pickler
 from reshard.containers.pickles.unpickle import loads
+from reshard.errors import UnsafeError
+from reshard.live.safe_load import load_extra_state
 from reshard.state_dict.own_values import keep_own_values
 from reshard.state_dict.tree import join_trees
 
@@ -79,6 +82,23 @@ def test_values_of_several_ranks_keep_their_classes():
     pickler = Pickler("there.pt")
     pickler.write(Canonicalizer().convert(keep_own_values(joined.root, joined.root)))
     assert repr(pickle.loads(pickler.finish())["own"]) == repr(VALUES)
+
+
+def test_a_live_load_restores_the_classes(tmp_path):
+    """Live loads accept what torch.load accepts with weights_only, which extends only lists."""
+    torch.save({"model": {"w": torch.ones(2)}, "own": VALUES}, tmp_path / "one.pt")
+    with reshard.open(tmp_path / "one.pt") as checkpoint:
+        assert repr(load_extra_state(checkpoint.manifest)["own"]) == repr(VALUES)
+
+
+def test_a_live_load_names_the_class_that_is_not_safe(tmp_path):
+    saved = {"model": {"w": torch.ones(2)}, "own": dt.date(2026, 1, 2)}
+    torch.save(saved, tmp_path / "one.pt")
+    with (
+        reshard.open(tmp_path / "one.pt") as checkpoint,
+        pytest.raises(UnsafeError, match=r"Unsupported global: GLOBAL datetime\.date"),
+    ):
+        load_extra_state(checkpoint.manifest)
 
 
 def test_a_generator_of_numpy_continues(tmp_path):

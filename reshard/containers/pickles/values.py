@@ -172,12 +172,13 @@ PYTHON2_NAMES = {  # protocol 2 uses the names of Python 2 (CPython ``Lib/_compa
     "builtins.range": "__builtin__.xrange",
     "builtins.chr": "__builtin__.unichr",
 }
+_DEFAULTDICT = "collections.defaultdict"
 ENCODE = "_codecs.encode"  # protocol 2 writes bytes as a call of it
 
 BUILDERS: dict[str, Builder] = {
     "collections.OrderedDict": partial(DictObject.of, "collections.OrderedDict"),
-    # The factory would be code of the file. The items follow as opcodes of their own.
-    "collections.defaultdict": lambda *args: DictObject.of("collections.defaultdict", (), *args),
+    # The factory would be code of the file. Python writes the items as opcodes of their own.
+    _DEFAULTDICT: lambda factory=None, items=(): DictObject.of(_DEFAULTDICT, items, factory),
     "collections.Counter": partial(DictObject.of, "collections.Counter"),
     "collections.deque": partial(ListObject.of, "collections.deque"),
     "builtins.set": lambda *items: set(map(require_hashable, *items)) if items else set(),
