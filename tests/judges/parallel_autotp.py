@@ -55,7 +55,7 @@ def gatherer(module: nn.Module) -> Callable[[str, Tensor], Tensor]:
         whole = local.detach().clone()
         layer, own = layers.get(name, (None, ""))
         if layer is None or not hasattr(getattr(layer, own), "gather_params"):
-            return models.gathered(whole, None)
+            return whole
         layer.gather_params([whole] if own == "weight" else [None, whole])
         return whole
 

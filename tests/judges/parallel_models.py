@@ -7,6 +7,7 @@ As Megatron's: columns, rows, a vocabulary, gate and up in one. Every parameter 
 from __future__ import annotations
 
 import zlib
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -45,10 +46,8 @@ def sliced(full: Tensor, cut: tuple[int, int] | None) -> Tensor:
     return torch.cat([p.chunk(Tp.size, dim)[Tp.rank] for p in full.chunk(parts, dim)], dim)
 
 
-def gathered(local: Tensor, cut: tuple[int, int] | None) -> Tensor:
-    """Join the parts of all ranks of the group; compare ranks that should have the same."""
-    pieces = [torch.empty_like(local) for _ in range(Tp.size)]
-    dist.all_gather(pieces, local.contiguous(), group=Tp.group)
+def join(pieces: Sequence[Tensor], cut: tuple[int, int] | None) -> Tensor:
+    """Join the parts of a group's ranks; compare ranks that should have the same."""
     if cut is None:
         assert all(torch.equal(pieces[0], piece) for piece in pieces), "ranks have drifted apart"
         return pieces[0]

@@ -21,7 +21,7 @@ from tests.judges.deepspeed_worker import PRELOADED
 from tests.judges.parallel_cases import CASES, EXPERT_COUNTS, Case
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Iterator
     from pathlib import Path
 
 BLOCKS, STEPS, NEXT_STEPS = 4, 3, 2
@@ -53,7 +53,9 @@ def work(job: ranks.Job, rank: int) -> None:
     loaded = read_state(engine, () if how.get("load_module_only") else SLOTS)
     first = engine.global_steps
     losses = [step(engine, case, first + n) for n in range(job.told["steps"])]
-    _write({"loaded": loaded, "losses": losses, "params": read_state(engine)["params"]}, job.out)
+    _write(
+        {"loaded": loaded, "losses": losses, "params": read_state(engine, ())["params"]}, job.out
+    )
 
 
 def gather_flat_tokens() -> None:
@@ -87,7 +89,9 @@ def make(case: Case, out: Path) -> None:
         client = {INFO: models.patterns(tied=case.tied, blocks=blocks)}
     engine.save_checkpoint(str(out / "run"), client_state={**client, "note": [1, 2]})
     further = [step(engine, case, STEPS + n) for n in range(NEXT_STEPS)]
-    _write(expected | {"next": {"losses": further, "params": read_state(engine)["params"]}}, out)
+    _write(
+        expected | {"next": {"losses": further, "params": read_state(engine, ())["params"]}}, out
+    )
 
 
 def start(case: Case) -> Any:
@@ -194,7 +198,7 @@ def _update(engine: Any, loss: Tensor) -> float:
 
 
 def read_state(engine: Any, slots: tuple[str, ...] = SLOTS) -> dict[str, Any]:
-    """Return whole tensors by the optimizer's names, gathered by the ranks that hold them."""
+    """Return whole tensors by the optimizer's names, on rank 0; every rank must call it."""
     first = getattr(engine, "is_first_stage", lambda: True)()
     unused = frozenset() if first else frozenset({POSITIONS})
     now = deepspeed_state.snapshot(engine, slots, unused)
@@ -203,42 +207,40 @@ def read_state(engine: Any, slots: tuple[str, ...] = SLOTS) -> dict[str, Any]:
     if engine.autotp_size() > 1:  # a rank without a head has an empty part of its slots
         mine |= {slot: held | nothing for slot, held in now.slots.items()}
     mine["live"] = deepspeed_state.live_params(engine.module)
-    gather = _gatherer(engine)
-    held = {
-        kind: {name: gather(name, tensors[name]) for name in sorted(tensors)}
-        for kind, tensors in mine.items()
-    }
-    held["buffers"] = deepspeed_state.persistent_buffers(engine.module)
-    calls = deepspeed_experts.global_names(engine.module)
-    held = {
-        kind: {calls.get(name, name): value for name, value in tensors.items()}
-        for kind, tensors in held.items()
-    }
-    of_ranks: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(of_ranks, held)
-    found: dict[str, Any] = {kind: {} for kind in held}
-    for each in of_ranks:
-        for kind, tensors in each.items():
-            found[kind] = {**tensors, **found[kind]}  # where stages have the same: the first's
-    for each in of_ranks if engine.has_moe_layers else ():
-        for kind, tensors in each.items():
-            for name, value in tensors.items():
-                assert torch.equal(value, found[kind][name]), f"{kind} of {name} differs"
-    return found
-
-
-def _gatherer(engine: Any) -> Callable[[str, Tensor], Tensor]:
     if engine.autotp_size() > 1:
-        return autotp.gatherer(engine.module)
-    cuts = {name: getattr(p, models.CUT, None) for name, p in engine.module.named_parameters()}
+        gather = autotp.gatherer(engine.module)
+        mine = {k: {n: gather(n, held[n]) for n in sorted(held)} for k, held in mine.items()}
+    mine["buffers"] = deepspeed_state.persistent_buffers(engine.module)
+    calls = deepspeed_experts.global_names(engine.module)
+    held = {k: {calls.get(n, n): t for n, t in tensors.items()} for k, tensors in mine.items()}
+    cuts = {calls.get(n, n): cut for n, cut in _cuts(engine).items()}
+    of_ranks = ranks.gather_states((held, cuts, dist.get_process_group_ranks(models.Tp.group)))
+    return {kind: _join(kind, of_ranks, engine.has_moe_layers) for kind in held}
 
-    def gather(name: str, local: Tensor) -> Tensor:
-        is_shared = groups._get_expert_model_parallel_world_size() > 1
-        if "deepspeed_experts" in name and not is_shared:
-            return local  # another rank may have another expert
-        return models.gathered(local, cuts[name])
 
-    return gather
+def _cuts(engine: Any) -> dict[str, tuple[int, int] | None]:
+    """Return the parameters that the ranks of a tensor-parallel group have in common."""
+    is_shared = groups._get_expert_model_parallel_world_size() > 1
+    return {
+        name: None if engine.autotp_size() > 1 else getattr(param, models.CUT, None)
+        for name, param in engine.module.named_parameters()
+        if is_shared or "deepspeed_experts" not in name  # another rank may have another expert
+    }
+
+
+def _join(kind: str, of_ranks: list[Any], has_experts: bool) -> dict[str, Tensor]:
+    """Join the parts of each group of ranks; of copies in several stages take the first's.
+
+    Without stages, as with experts, what several groups have must be equal.
+    """
+    found: dict[str, Tensor] = {}
+    for held, cuts, group in of_ranks:
+        for name, own in held[kind].items():
+            parts = [of_ranks[rank][0][kind][name] for rank in group] if name in cuts else [own]
+            whole = models.join(parts, cuts.get(name))
+            known = found.setdefault(name, whole)
+            assert not has_experts or torch.equal(known, whole), f"{kind} of {name} differs"
+    return found
 
 
 def _groups(engine: Any) -> list[dict[str, Any]]:
