@@ -461,7 +461,7 @@ def check(manifest: Manifest) -> None:
             )
         _check_bounds(entry, sizes)
         if not entry.layout.is_partition:  # a partition covers its tensor by its definition
-            _check_coverage(entry)
+            _check_coverage(entry, manifest)
 
 
 def _check_bounds(entry: Entry, sizes: FileSizes) -> None:
@@ -483,7 +483,7 @@ def _check_bounds(entry: Entry, sizes: FileSizes) -> None:
             )
 
 
-def _check_coverage(entry: Entry) -> None:
+def _check_coverage(entry: Entry, manifest: Manifest) -> None:
     """Prove that the boxes of an entry fill its tensor.
 
     Disjoint boxes inside a tensor fill it exactly when their volumes add up to its volume.
@@ -498,7 +498,7 @@ def _check_coverage(entry: Entry) -> None:
         raise CorruptError(
             where,
             f"{entry.fqn!r} ({entry.kind}): the shards contain {stored} of {entry.numel} elements",
-            "a shard is missing or belongs to another checkpoint",
+            f"a shard is missing or belongs to another checkpoint{_advise(entry, manifest)}",
         )
     pair = find_first_overlap(distinct, entry.shape)
     if pair:
@@ -509,3 +509,14 @@ def _check_coverage(entry: Entry) -> None:
             f" overlap; together they contain {stored} elements, expected {entry.numel}",
             "shards of two different runs or world sizes are mixed",
         )
+
+
+def _advise(entry: Entry, manifest: Manifest) -> str:
+    """Return how to read only the weights, if the entry is in no file that has some of them."""
+    if entry.kind in WEIGHT_KINDS:
+        return ""
+    files = {chunk.file for chunk in entry.chunks}
+    weights = (each for each in manifest.entries.values() if each.kind in WEIGHT_KINDS)
+    if any(chunk.file in files for each in weights for chunk in each.chunks):
+        return ""
+    return "; to read only the weights, pass a copy of the directory without the optimizer's files"

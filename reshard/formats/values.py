@@ -40,7 +40,8 @@ def dequantise(manifest: Manifest) -> tuple[Manifest, list[str]]:
         for entry in manifest.entries.values()
         if entry.fqn not in removed
     ]
-    text = f"{len(pairs)} weights dequantised from {stated.method} ({stated.stated_in}) in float32"
+    weights = counted(len(pairs), "weight")
+    text = f"{weights} dequantised from {stated.method} ({stated.stated_in}) in float32"
     notes = [f"{text}, rounded once to the dtype that is written"]
     if unused:
         notes.append(f"scales of activations left out: {some(unused)}")

@@ -895,6 +895,17 @@ def test_an_optimizer_of_other_parameters(copied, named_rightly, numbers):
     named_rightly(source)
 
 
+def test_weights_are_read_if_a_rank_lacks_optimizer_state(copied, tmp_path):
+    source = copied("fsdp2_ranks")
+    edited(source / "optim_rank1.pt", lambda state: state["state"].pop(0))
+    with pytest.raises(CorruptError, match="copy of the directory without the optimizer's files"):
+        reshard.merge(source, tmp_path / "out.safetensors")
+    for file in source.glob("optim_rank*.pt"):
+        file.unlink()
+    reshard.merge(source, tmp_path / "out.safetensors")
+    assert (tmp_path / "out.safetensors").exists()
+
+
 def test_parameters_without_state_do_not_change_other_names(copied, named_rightly):
     source = copied("plain_pair")
     edited(source / "optim.pt", lambda state: [state["state"].pop(n) for n in (0, 3, 22)])
