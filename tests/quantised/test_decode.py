@@ -318,7 +318,7 @@ def test_a_quantised_base_supplies_values(mixed, tmp_path):
     assert got.keys() == {"a.weight", "b"}
     assert same(got["a.weight"], want.bfloat16())
     assert torch.equal(got["b"], trained)
-    assert "1 weights dequantised from fp8" in " ".join(report.changes)
+    assert "1 weight dequantised from fp8" in " ".join(report.changes)
     assert "quantization_config" not in (out / "config.json").read_text()
 
 
