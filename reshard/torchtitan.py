@@ -15,12 +15,16 @@ Source: torchtitan 0.3 ``components/checkpointer/dcp.py``.
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from functools import cache
 from typing import Any
 
 from reshard import formats
+from reshard.core.keys import remove_wrappers
+from reshard.errors import UnsupportedError
+from reshard.live.files import raise_on_all_ranks
 from reshard.live.source import read_for_model
+from reshard.units import counted, some
 
 __all__ = ["CheckpointManager"]
 
@@ -64,7 +68,9 @@ def _define_manager() -> Any:
             tensors = self.sd_adapter.to_hf(state_dict) if from_hf else state_dict
             load_states(tensors, checkpoint_id)
             loaded = self.sd_adapter.from_hf(tensors) if from_hf else tensors
-            self.states[dcp.MODEL].load_state_dict(loaded)
+            model = self.states[dcp.MODEL]
+            _check_adapted(model.model, state_dict.keys() - loaded.keys())
+            model.load_state_dict(loaded)
 
     return CheckpointManager
 
@@ -98,6 +104,33 @@ def load_states(states: dict[str, Any], source: formats.Paths) -> None:
     extra = load_extra_state(manifest) if objects else {}
     for name, live in objects.items():
         _load_counters(name, live, extra)
+
+
+def _check_adapted(parts: Iterable[Any], left_out: Iterable[str]) -> None:
+    """Refuse an adapter that leaves out parameters, and warn of the buffers that it leaves out.
+
+    Without this, torchtitan 0.3 leaves the experts of its GPT-OSS random: its adapter has other
+    names for them than its model.
+
+    Raises:
+        UnsupportedError: on every rank; a parameter would keep the value that it has.
+    """
+    buffers = {remove_wrappers(name) for part in parts for name, _ in part.named_buffers()}
+    kept = sorted(buffers.intersection(left_out))
+    if kept:
+        _logger.warning("%s: not loaded: torchtitan's adapter leaves it out", some(kept))
+    lost = sorted(set(left_out) - buffers)
+    raise_on_all_ranks(
+        UnsupportedError(
+            "torchtitan's state dict adapter",
+            f"leaves out {counted(len(lost), 'parameter')} of the model, which would keep the"
+            f" values of its initialisation: {some(lost)}",
+            "give each a Hugging Face name in the adapter, or load a checkpoint that has"
+            " torchtitan's names, with initial_load_in_hf=False",
+        )
+        if lost
+        else None
+    )
 
 
 def _load_counters(name: str, live: Any, extra: Mapping[str, Any]) -> None:

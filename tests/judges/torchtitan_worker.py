@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 import sys
+from collections.abc import Collection
 from typing import Any
 
 import torch
@@ -33,11 +34,18 @@ def rate(step: int) -> float:
 
 
 class Renaming:
-    """A state dict adapter of a model whose published names are `published`."""
+    """A state dict adapter of a model whose published names are `published`.
+
+    Attributes:
+        left_out: the names in memory that it does not know.
+    """
+
+    def __init__(self, left_out: Collection[str] = ()) -> None:
+        self.left_out = left_out
 
     def to_hf(self, state: dict[str, Any]) -> dict[str, Any]:
         """Return the tensors under their published names."""
-        return {published(name): value for name, value in state.items()}
+        return {published(name): state[name] for name in state if name not in self.left_out}
 
     def from_hf(self, state: dict[str, Any]) -> dict[str, Any]:
         """Return the tensors under the names in memory."""
@@ -86,7 +94,7 @@ class Run:
             optimizers=self.optimizers,
             lr_schedulers=self.schedulers,
             states={"train_state": self.state},
-            sd_adapter=Renaming() if in_hf else None,
+            sd_adapter=Renaming(job.told.get("left_out", ())) if in_hf else None,
             base_folder=str(job.out),
         )
         del self.manager.states["dataloader"]  # the trainer's real one; None is nothing to save
