@@ -26,6 +26,7 @@ _MAY_DIFFER = frozenset(
     """.split()
 )
 _WINDOWS = {"sliding_window", "use_sliding_window"}  # they change nothing for shorter sequences
+_PREDICTION = "num_nextn_predict_layers"  # transformers saves it, and not the layers
 
 
 def describe_source(manifest: Manifest, own: ModelNames) -> Traits | None:
@@ -204,6 +205,11 @@ def _check_config(given: Mapping[str, Any], family: Family, traits: Traits) -> l
             warnings.append(
                 f"the config has {key} {other}, and the run had {value}: longer sequences give"
                 " other results"
+            )
+        elif key == _PREDICTION and not value:
+            warnings.append(
+                f"the config has {key} {other}, and the checkpoint lacks these layers: transformers"
+                " needs them only with use_mtp=True, other engines for speculative decoding"
             )
         elif key not in _MAY_DIFFER:
             raise UsageError(

@@ -219,9 +219,8 @@ def test_yarn_that_megatron_lacks_is_refused_by_name(keys, problem):
         make_args(said)
 
 
-@pytest.mark.parametrize("added", [0.0, 1.0])
-def test_a_copy_of_the_head_beside_mtp_is_stored_once_and_compared(added, tmp_path):
-    """Published files of DeepSeek V3 repeat the embedding and the head there."""
+def save_deepseek(place):
+    """Save a model of DeepSeek V3 as transformers does. Returns the model."""
     config = transformers.DeepseekV3Config(
         **TINY | {"num_key_value_heads": TINY["num_attention_heads"]},
         moe_intermediate_size=8,
@@ -237,9 +236,16 @@ def test_a_copy_of_the_head_beside_mtp_is_stored_once_and_compared(added, tmp_pa
         first_k_dense_replace=1,
     )
     model = transformers.AutoModelForCausalLM.from_config(config)
-    model.save_pretrained(tmp_path / "hf")
+    model.save_pretrained(place)
+    return model
+
+
+@pytest.mark.parametrize("added", [0.0, 1.0])
+def test_a_copy_of_the_head_beside_mtp_is_stored_once_and_compared(added, tmp_path):
+    """Published files of DeepSeek V3 repeat the embedding and the head there."""
+    model = save_deepseek(tmp_path / "hf")
     path = tmp_path / "hf" / "model.safetensors"
-    copy = f"model.layers.{config.num_hidden_layers}.shared_head.head.weight"
+    copy = f"model.layers.{model.config.num_hidden_layers}.shared_head.head.weight"
     save_file({**load_file(path), copy: model.lm_head.weight.detach() + added}, path)
     told = {"to": "megatron", "weights_only": True, "transformer_impl": "local"}
     if added:
@@ -248,7 +254,21 @@ def test_a_copy_of_the_head_beside_mtp_is_stored_once_and_compared(added, tmp_pa
         return
     reshard.split(tmp_path / "hf", tmp_path / "out", **told)
     with reshard.open(tmp_path / "out") as run:
-        assert torch.equal(run["output_layer.weight"][: config.vocab_size], model.lm_head.weight)
+        assert torch.equal(run["output_layer.weight"][: TINY["vocab_size"]], model.lm_head.weight)
+
+
+def test_a_config_with_layers_of_prediction_that_the_checkpoint_lacks(tmp_path):
+    """As transformers saves it: the config states their number."""
+    save_deepseek(tmp_path / "hf")
+    config = json.loads((tmp_path / "hf/config.json").read_text())
+    assert config["num_nextn_predict_layers"] == 1
+    reshard.split(tmp_path / "hf", tmp_path / "mcore", to="megatron", weights_only=True, tp=2)
+    report = reshard.merge(tmp_path / "mcore", tmp_path / "out", hf_dir=tmp_path / "hf")
+    lacking = "num_nextn_predict_layers 1, and the checkpoint lacks these layers"
+    assert [text for text in report.changes if lacking in text]
+    saved, merged = (load_file(tmp_path / name / "model.safetensors") for name in ("hf", "out"))
+    assert merged.keys() == saved.keys()
+    assert all(torch.equal(merged[name], value) for name, value in saved.items())
 
 
 def test_what_another_program_computes_differently_is_said(tmp_path):
