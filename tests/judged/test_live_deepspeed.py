@@ -20,6 +20,7 @@ RUNS = (
     Resumed("z3_fp32", "z1_fp32", 1, 1),
     Resumed("z0_fp16_overflow", "z2_fp16", 2, 2),
     Resumed("z3_groups_tiny", "z2_groups_tiny", 4, 2),
+    Resumed("z3_groups_empty", "z3_groups_empty", 3, 3),
     Resumed("hf_z3_tied", "hf_z0_tied", 2, 0),
     Resumed("z2_checkpointed", "z3_checkpointed", 2, 3),
     Resumed("z3_bf16", "z3_subgroups", 3, 3),

@@ -51,7 +51,8 @@ SPLIT = """
 SAME = """
     z0_bf16 z0_fp16_overflow z1_bf16 z1_alignment z1_fp16_ws4 z1_groups_tiny z1_full
     z2_fp16_overflow z2_groups_tiny z2_round_robin_groups_ws4 z2_alignment_round_robin_ws3 z2_sgd
-    z2_fp32_ws1 z3_fp16_overflow z3_groups_tiny z3_subgroups_groups z3_fp32_ws3 hf_z3_tied
+    z2_fp32_ws1 z3_fp16_overflow z3_groups_tiny z3_groups_empty z3_subgroups_groups
+    z3_fp32_ws3 hf_z3_tied
 """.split()
 
 
@@ -236,6 +237,7 @@ RUNS = (
     Resumed("z3_fp32", "z1_fp32", 3, 1),
     Resumed("z0_fp16_overflow", "z2_fp16", 2, 2),
     Resumed("z3_groups_tiny", "z2_groups_tiny", 4, 2),
+    Resumed("z3_groups_empty", "z3_groups_empty", 3, 3),
     Resumed("hf_z3_tied", "hf_z0_tied", 2, 0),
     Resumed("z3_ulysses_ws4", "z1_bf16", 2, 1),
     Resumed("z2_bf16", "z3_ulysses_ws4", 4, 3),
@@ -360,6 +362,15 @@ def test_fsdp_1_is_in_the_order_of_units_and_zero_in_that_of_the_model(torch_mad
 def test_weights_alone_are_refused(torch_made, tmp_path):
     with pytest.raises(IncompleteError, match="has no optimizer state"):
         split(torch_made / "dcp_model_only" / "ckpt", tmp_path / "run", stage=2, world_size=2)
+
+
+@pytest.mark.parametrize(("stage", "count"), [(0, 3), (1, 2), (2, 2), (3, 3)])
+def test_a_group_without_elements_stays_where_an_engine_may_have_it(made, tmp_path, stage, count):
+    source = run_of("z3_groups_empty", made)
+    reshard.split(source, tmp_path / "out", to="deepspeed", zero_stage=stage, world_size=3)
+    with reshard.open(tmp_path / "out") as checkpoint:
+        groups = checkpoint.manifest.train.param_groups
+    assert [bool(group.fqns) for group in groups] == [True, True, False][:count]
 
 
 def test_elastic_checkpoints_lack_what_the_optimizer_needs(made, tmp_path):

@@ -201,14 +201,16 @@ def rank_share(batch: Tensor, rank: int, world: int) -> Tensor:
 
 
 def param_groups(model: nn.Module, split: str) -> list[dict[str, Any]]:
-    """Return trainable parameters in user groups: ``one``, ``decay`` or ``tiny``.
+    """Return trainable parameters in user groups: ``one``, ``decay``, ``tiny`` or ``empty``.
 
-    ``tiny`` puts the single-element scalar in a group of its own, smaller than any number of ranks.
+    ``tiny`` puts the single-element scalar in a group of its own, smaller than any number of ranks;
+    ``empty`` puts the parameter without elements there.
     """
     named = [(name, p) for name, p in parameters(model) if p.requires_grad]
     if split == "one":
         return [{"params": [p for _, p in named]}]
-    lone = [p for name, p in named if split == "tiny" and name.endswith("scalar")]
+    alone = {"tiny": "scalar", "empty": "empty"}.get(split)
+    lone = [p for name, p in named if name.rpartition(".")[2] == alone]
     decay = [p for name, p in named if _decays(name) and not _holds(lone, p)]
     plain = [p for name, p in named if not _decays(name) and not _holds(lone, p)]
     groups: list[dict[str, Any]] = [

@@ -388,7 +388,11 @@ def build_state(conversion: StateConversion, options: SplitOptions) -> WritableS
     if groups:
         state, derived = param_groups.regroup(state, groups)
         notes.derived += derived
-    if conversion.writer.writes_zero(request) and not request.weights_only:
+    if (
+        conversion.writer.writes_zero(request)
+        and not request.weights_only
+        and not _keeps_unnamed_members(state, request, conversion.writer)
+    ):
         state, derived = param_groups.drop_empty_groups(state)
         notes.derived += derived
     if is_new:
@@ -401,6 +405,23 @@ def build_state(conversion: StateConversion, options: SplitOptions) -> WritableS
         refuse_unwritable_hyper(state)
     save = _identify_save(state, request, conversion.writer)
     return replace(state, rng=conversion.rng, save=save)
+
+
+def _keeps_unnamed_members(state: WritableState, request: Request, writer: Writer) -> bool:
+    """Return whether engines of the source and the output have the same groups without names.
+
+    An engine of DeepSpeed has no group without parameters. One that names none has only parameters
+    without elements, which engines of the stages 0 and 3 allow (DeepSpeed 0.19.8
+    ``runtime/utils.py``, ``is_optimized_parameter``); those of the stages 1 and 2 cannot be made.
+    """
+    stages = {state.manifest.origin.zero_stage, request.zero_stage}
+    named = {member.fqn for member in state.members}
+    return (
+        stages <= {0, 3}
+        and writer.numbers_parameters(request)
+        and not state.regrouped
+        and any(0 in weight.shape and weight.fqn not in named for weight in state.weights)
+    )
 
 
 def _identify_save(state: WritableState, request: Request, writer: Writer) -> Save:

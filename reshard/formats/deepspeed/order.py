@@ -77,13 +77,13 @@ def undo_round_robin(members: Sequence[T], ranks: int) -> list[T]:
 def _split_sub_groups(
     members: Sequence[TrainedParameter], config: Any, ranks: int
 ) -> Iterator[tuple[TrainedParameter, ...]]:
-    """Yield stage 3's flat tensors: each ends where a rank holds ``sub_group_size`` elements."""
+    """Yield stage 3's flat tensors: each ends where a rank holds ``sub_group_size`` elements.
+
+    A group without members has none.
+    """
     size = get_zero_section(config).get("sub_group_size")
     limit = size if isinstance(size, (int, float)) else _SUB_GROUP_SIZE  # often written as 1e9
     sizes = [-(-prod(member.weight.shape) // ranks) for member in members]
-    if limit >= sum(sizes):
-        yield tuple(members)
-        return
     first, filled = 0, 0
     for index, numel in enumerate(sizes):
         filled += numel
