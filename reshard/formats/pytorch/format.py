@@ -180,6 +180,22 @@ class HFTrainer(_OrDeepSpeed):
         is_like_source = options.state_dict_type is None and source.origin.format in _DEEPSPEED
         return super().has_separate_masters(source, options) or is_like_source
 
+    def adapt(self, conversion: StateConversion) -> StateConversion:
+        """Return the conversion as the writer of the state changes it.
+
+        Raises:
+            UsageError: the Trainer cannot resume from the files. With DeepSpeed it always loads an
+                optimizer (transformers 5.24 ``integrations/deepspeed.py``).
+        """
+        if conversion.request.separate_masters and conversion.request.weights_only:
+            raise UsageError(
+                f"--to {self.name} with DeepSpeed",
+                "the Trainer resumes only from a checkpoint with an optimizer",
+                "write a new Adam (--init-optimizer zeros), or write a model with merge and begin"
+                " from it",
+            )
+        return super().adapt(conversion)
+
     def keeps_value(self, name: str, request: Request) -> bool:
         """Return whether DeepSpeed's checkpoint keeps the value, or the name of the directory."""
         if request.separate_masters:
