@@ -512,7 +512,7 @@ def _check_coverage(entry: Entry, manifest: Manifest) -> None:
 
 
 def _advise(entry: Entry, manifest: Manifest) -> str:
-    """Return how to read only the weights, if the entry is in no file that has some of them."""
+    """Return how to read only the weights; an empty string if the entry's files have some."""
     if entry.kind in WEIGHT_KINDS:
         return ""
     files = {chunk.file for chunk in entry.chunks}

@@ -311,7 +311,7 @@ def test_impossible_choices_of_random_states_are_refused(libraries, made, tmp_pa
 
 @pytest.mark.parametrize("stage", [0, 2, 3])
 def test_the_trainer_with_deepspeed_gets_no_weights_alone(made, tmp_path, stage):
-    """Its resume asks DeepSpeed for the optimizer."""
+    """Check the refusal: a resume of the Trainer asks DeepSpeed for the optimizer."""
     choice = {"to": "hf-trainer", "zero_stage": stage, "weights_only": True}
     with pytest.raises(UsageError, match="only from a checkpoint with an optimizer"):
         reshard.split(made / "trainer_zero2_fp16/run", tmp_path / "out", **choice)

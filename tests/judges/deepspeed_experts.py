@@ -18,6 +18,7 @@ from deepspeed.utils import groups as topology
 from tests.judges import deepspeed_models as models
 from tests.judges import deepspeed_state
 from tests.judges import deepspeed_train as train
+from tests.judges.ranks import gather_states
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -85,11 +86,9 @@ def gathered(run: train.Run, expected: dict[str, Any]) -> dict[str, Any]:
 
 
 def joined(run: train.Run, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return the tensors of all ranks under the whole model's names."""
+    """Return the tensors of all ranks on rank 0, under the whole model's names."""
     calls = global_names(run.engine.module)
-    ranks: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(ranks, {calls.get(name, name): t for name, t in tensors.items()})
-    return _same(ranks)
+    return _same(gather_states({calls.get(name, name): t for name, t in tensors.items()}))
 
 
 def global_names(model: nn.Module) -> dict[str, str]:

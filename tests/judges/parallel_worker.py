@@ -213,13 +213,13 @@ def read_state(engine: Any, slots: tuple[str, ...] = SLOTS) -> dict[str, Any]:
     mine["buffers"] = deepspeed_state.persistent_buffers(engine.module)
     calls = deepspeed_experts.global_names(engine.module)
     held = {k: {calls.get(n, n): t for n, t in tensors.items()} for k, tensors in mine.items()}
-    cuts = {calls.get(n, n): cut for n, cut in _cuts(engine).items()}
+    cuts = {calls.get(n, n): cut for n, cut in _find_cuts(engine).items()}
     of_ranks = ranks.gather_states((held, cuts, dist.get_process_group_ranks(models.Tp.group)))
     return {kind: _join(kind, of_ranks, engine.has_moe_layers) for kind in held}
 
 
-def _cuts(engine: Any) -> dict[str, tuple[int, int] | None]:
-    """Return the parameters that the ranks of a tensor-parallel group have in common."""
+def _find_cuts(engine: Any) -> dict[str, tuple[int, int] | None]:
+    """Return how the ranks of a tensor-parallel group divide each parameter that they share."""
     is_shared = groups._get_expert_model_parallel_world_size() > 1
     return {
         name: None if engine.autotp_size() > 1 else getattr(param, models.CUT, None)

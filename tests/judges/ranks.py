@@ -174,10 +174,10 @@ def mean_over_ranks(loss: Tensor, world: int) -> float:
 
 
 def gather_states(own: Any) -> list[Any]:
-    """Return what every rank has, on rank 0; the others return an empty list.
+    """Return the states of all ranks on rank 0, and an empty list on the others.
 
-    ``torch.save`` takes all tensors at once. ``gather_object`` alone pickles each by itself, which
-    takes ten times as long.
+    ``torch.save`` writes all tensors at once. ``gather_object`` alone pickles each by itself, which
+    takes three times as long.
     """
     import torch
     from torch import distributed

@@ -408,11 +408,11 @@ def build_state(conversion: StateConversion, options: SplitOptions) -> WritableS
 
 
 def _keeps_unnamed_members(state: WritableState, request: Request, writer: Writer) -> bool:
-    """Return whether engines of the source and the output have the same groups without names.
+    """Return whether the output keeps the groups of the source that name no parameters.
 
-    An engine of DeepSpeed has no group without parameters. One that names none has only parameters
-    without elements, which engines of the stages 0 and 3 allow (DeepSpeed 0.19.8
-    ``runtime/utils.py``, ``is_optimized_parameter``); those of the stages 1 and 2 cannot be made.
+    DeepSpeed has no group without parameters. A group that names none has only parameters without
+    elements, which DeepSpeed allows at the stages 0 and 3 (0.19.8 ``runtime/utils.py``,
+    ``is_optimized_parameter``); at the stages 1 and 2 it fails when the engine is made.
     """
     stages = {state.manifest.origin.zero_stage, request.zero_stage}
     named = {member.fqn for member in state.members}
