@@ -46,6 +46,7 @@ class Request:
     Args:
         file: name of the output, if it is one file.
         dtype: dtype of the module's parameters; None: as trained.
+        weights_option: the option that asks for weights only, for messages.
         rank_files: whether there is a file per rank in a layout that is DCP by default.
         fsdp_version: FSDP version of verl's files.
         orig_params: FSDP 1: write ``use_orig_params``, for a forward pass in this dtype.
@@ -78,6 +79,7 @@ class Request:
     zero_stage: int = 2
     dtype: DType | None = None
     weights_only: bool = False
+    weights_option: str = "--weights-only"
     state_dict_type: StateDictType = "sharded"
     rank_files: bool = False
     fsdp_version: FsdpVersion = 2

@@ -57,3 +57,16 @@ def test_every_value_is_written_or_reported(to, source, tmp_path):
         kept.add("step")
     assert named == set(VALUES) - kept
     assert not [note for note in report.notes if note.startswith("not copied")]
+
+
+@pytest.mark.parametrize(
+    ("option", "given"),
+    [
+        ("--weights-only", {"weights_only": True}),
+        ("--init-optimizer none", {"init_optimizer": "none"}),
+    ],
+)
+def test_the_report_names_the_option_that_was_given(option, given, source, tmp_path):
+    report = reshard.split(source, tmp_path / "out", to="dcp", **given)
+    assert report.dropped
+    assert all(line.endswith(f"({option})") for line in report.dropped)

@@ -84,18 +84,24 @@ class LayoutOptions(NewOptimizerOptions, TargetOptions, NamingOptions):
         super().__post_init__()
         if not self.without_optimizer:
             return
-        none = "--weights-only" if self.weights_only else "--init-optimizer none"
         for name, is_given in (
             ("--init-optimizer zeros", self.init_optimizer == "zeros"),
             ("--param-groups", self.param_groups is not None),
         ):
             if is_given:
-                raise UsageError(f"{name} and {none}", "exclude each other", "pass one of them")
+                raise UsageError(
+                    f"{name} and {self.weights_option}", "exclude each other", "pass one of them"
+                )
 
     @property
     def without_optimizer(self) -> bool:
         """Whether only weights are written."""
         return self.weights_only or self.init_optimizer == "none"
+
+    @property
+    def weights_option(self) -> str:
+        """The option that leaves out the optimizer, where one is given."""
+        return "--weights-only" if self.weights_only else "--init-optimizer none"
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -296,7 +296,7 @@ def choose_random_states(conversion: StateConversion, *, checks: bool) -> StateC
     if conversion.writer.find_random_states(request) == "own" or (has_none and not policy):
         return conversion
     if policy == "drop" or request.weights_only:
-        reason = "--rng drop" if policy == "drop" else "--weights-only"
+        reason = "--rng drop" if policy == "drop" else request.weights_option
         notes.dropped.append(f"random states ({reason})")
         return conversion
     if conversion.writer.copies_values(conversion):

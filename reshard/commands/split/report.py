@@ -116,7 +116,7 @@ def describe_split(
         step = f"step {state.step}" if is_counted else "no count of steps"
         report.kept.append(f"{names}; {step}; {groups}")
     elif before:
-        why = "--init-optimizer zeros" if state.groups else "--weights-only"
+        why = "--init-optimizer zeros" if state.groups else request.weights_option
         report.dropped.append(f"{len(before)} optimizer tensors ({why})")
     report.dropped += _list_values_of_training(manifest, writer, request)
     if is_new:
@@ -132,7 +132,7 @@ def _list_values_of_training(manifest: Manifest, writer: Writer, request: Reques
         values = torch_state_dict.list_values(manifest.train)
         lost = [name for name in values if not writer.keeps_value(name, request)]
         if lost:
-            yield f"{', '.join(lost)} (--weights-only)"
+            yield f"{', '.join(lost)} ({request.weights_option})"
 
 
 def _keeps_everything(conversion: StateConversion) -> bool:

@@ -69,6 +69,7 @@ def resolve_request(
         zero_stage=writer.choose_stage(options.zero_stage, manifest.origin.zero_stage),
         dtype=_choose_dtype(options, separate_masters=separate_masters),
         weights_only=options.without_optimizer,
+        weights_option=options.weights_option,
         state_dict_type=(options.state_dict_type or writer.choose_state_dict_type(manifest, run)),
         rank_files=options.rank_files,
         run=run,

@@ -74,7 +74,7 @@ def _choose_random_states(
             "leave it out, and load with --no-load-rng",
         )
     if policy == "drop" or wanted.weights_only:
-        reason = "--rng drop" if policy == "drop" else "--weights-only"
+        reason = "--rng drop" if policy == "drop" else request.weights_option
         notes.dropped += [f"random states ({reason})"] if states.rng else []
         return {}
     reason = written_states.find_rng_obstacle(

@@ -206,7 +206,7 @@ def _lay_out_checkpoint(state: WritableState, request: Request, run: TrainerRun)
     form = request.state_dict_type
     if form == "unsharded" or request.weights_only:
         raise UsageError(
-            "--weights-only" if request.weights_only else f"--state-dict-type {form}",
+            request.weights_option if request.weights_only else f"--state-dict-type {form}",
             "the trainer cannot resume from such a checkpoint",
             "leave it out, or write another layout with --to",
         )
