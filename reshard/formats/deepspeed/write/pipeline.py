@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 
@@ -29,11 +29,18 @@ Stages = tuple[range, ...]  # the layers of each, by number
 
 @dataclass(frozen=True, slots=True)
 class Layer:
-    """One layer; ``names`` maps the names in its file to those of the optimizer."""
+    """One layer.
+
+    Attributes:
+        names: name in the layer's file -> the optimizer's name.
+        stage: the stage of the source whose optimizer has it; None if no optimizer shows one.
+        has_file: False for the second use of a shared module.
+    """
 
     number: int
     names: Mapping[str, str]
-    has_file: bool = True  # False for the second use of a shared module
+    stage: int | None
+    has_file: bool = True
 
     @property
     def fqns(self) -> frozenset[str]:
@@ -56,12 +63,18 @@ def list_layers(manifest: Manifest) -> tuple[Layer, ...]:
     if not names_of:
         return ()
     numbers = {number for path in manifest.files if (number := parse_layer(path)) is not None}
-    layers = [Layer(number, names_of.get(number, {})) for number in sorted(numbers)]
+    owners = _find_owners(manifest)
+    layers = []
+    for number in sorted(numbers):
+        names = names_of.get(number, {})
+        # Several stages hold a shared module. Only its last use, which has no file, shows a stage.
+        own = [fqn for fqn in names.values() if not fqn.startswith(TIED)]
+        layers.append(Layer(number, names, _find_last_stage(own, owners)))
     shared = Counter(fqn for layer in layers for fqn in layer.fqns if fqn.startswith(TIED))
     stages: dict[str, int] = {}  # module -> the last stage that trains a tensor of it
-    for fqn, stage in _find_owners(manifest).items():
+    for fqn, owner in owners.items():
         module = _get_shared_module(fqn)
-        stages[module] = max(stage, stages.get(module, 0))
+        stages[module] = max(owner, stages.get(module, 0))
     last = manifest.origin.mesh.get("pp", 1) - 1
     once = {
         fqn: _get_local_name(fqn, 0)
@@ -69,9 +82,9 @@ def list_layers(manifest: Manifest) -> tuple[Layer, ...]:
         if count == 1 and stages.get(_get_shared_module(fqn), last) == last
     }
     if once:
-        layers.append(
-            Layer(layers[-1].number + 1, {local: f for f, local in once.items()}, has_file=False)
-        )
+        names = {local: fqn for fqn, local in once.items()}
+        stage = _find_last_stage(once, owners)
+        layers.append(Layer(layers[-1].number + 1, names, stage, has_file=False))
     return tuple(layers)
 
 
@@ -107,7 +120,7 @@ def share_layers(
     if count > len(layers):
         raise UsageError(f"--pp {count}", f"is more than the {len(layers)} layers of the model")
     before = manifest.origin.mesh.get("pp", 1)
-    known = _find_source_stages(manifest, layers, before)
+    known = {layer.number: layer.stage for layer in layers if layer.stage is not None}
     if before == count and known:
         return _fill_stages(known, layers, count), "as in the source"
     methods = _list_partition_methods(manifest, layers, total)
@@ -127,9 +140,11 @@ def share_layers(
 
 
 def _find_owners(manifest: Manifest) -> dict[str, int]:
-    """Return the last stage of the source whose optimizer has each parameter."""
-    tensor = manifest.origin.mesh.get("tp", 1)
+    """Return the last stage whose optimizer has each parameter; empty if there is one stage."""
     owners: dict[str, int] = {}
+    if manifest.origin.mesh.get("pp", 1) == 1:
+        return owners
+    tensor = manifest.origin.mesh.get("tp", 1)
     for entry in manifest.entries.values():
         for chunk in entry.chunks if entry.kind not in (PARAM, BUFFER) else ():
             if match := _RANK.search(chunk.file):
@@ -138,17 +153,8 @@ def _find_owners(manifest: Manifest) -> dict[str, int]:
     return owners
 
 
-def _find_source_stages(manifest: Manifest, layers: Sequence[Layer], count: int) -> dict[int, int]:
-    """Return the number of each layer whose stage the source's optimizer shows -> the stage."""
-    owners = _find_owners(manifest)
-    known = {}
-    for layer in layers if count > 1 else ():
-        # Several stages hold a shared module. Only its last use, which has no file, shows a stage.
-        own = (fqn for fqn in layer.fqns if not (layer.has_file and fqn.startswith(TIED)))
-        stages = [owners[fqn] for fqn in own if fqn in owners]
-        if stages:
-            known[layer.number] = max(stages)
-    return known
+def _find_last_stage(fqns: Iterable[str], owners: Mapping[str, int]) -> int | None:
+    return max((owners[fqn] for fqn in fqns if fqn in owners), default=None)
 
 
 def _fill_stages(known: Mapping[int, int], layers: Sequence[Layer], count: int) -> Stages:
