@@ -24,7 +24,7 @@ from reshard import formats
 from reshard.commands.output_options import ValueOptions
 from reshard.core.manifest import Manifest
 from reshard.errors import UnsupportedError, UsageError
-from reshard.live.files import describe_model
+from reshard.live.files import describe_program
 from reshard.live.source import read_for_model
 from reshard.system.attributes import replace_attributes
 from reshard.training import schedules
@@ -150,7 +150,8 @@ class _StrategyLoader:
         if _shows_parameters(strategy):
             optimizers = self._trainer.optimizers
             groups = [group for optimizer in optimizers for group in optimizer.param_groups]
-            live = describe_model(strategy.model if _is_fsdp1(strategy) else module, groups)
+            outermost = strategy.model if _is_fsdp1(strategy) else module
+            live = describe_program(outermost, groups).shapes
         return read_for_model(self._source, parameters, buffers, options, live)
 
     def _load_model(self, *, strict: bool) -> None:

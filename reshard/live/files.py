@@ -37,7 +37,7 @@ from reshard.engine.planning.planner import Plan
 from reshard.errors import ReshardError, UsageError
 from reshard.formats.request import LiveTarget
 from reshard.live.names import use_live_names
-from reshard.model import ModelShapes, shapes_of
+from reshard.model import shapes_of
 from reshard.system.files import SourceFiles
 from reshard.system.threads import count_cores
 
@@ -124,35 +124,21 @@ def read_options(given: Mapping[str, Any], decided: Mapping[str, Any]) -> dict[s
 def describe_program(module: Any, groups: Sequence[Mapping[str, Any]]) -> LiveTarget:
     """Return what a program states about its model and its optimizer.
 
-    Args:
-        groups: the optimizer's param groups, as in ``optimizer.param_groups``: the parameters under
-            ``params``, and hyperparameters.
-    """
-    shapes = describe_model(module, groups)
-    return LiveTarget(shapes=shapes, groups=_name_groups(groups, _name_parameters(module)))
-
-
-def describe_model(module: Any, groups: Sequence[Mapping[str, Any]]) -> ModelShapes:
-    """Return the shapes of a live model, and the names of the parameters in each param group.
-
-    There are no names if a parameter is not the model's.
+    The shapes name the members of the param groups, unless a parameter is not the model's.
 
     Args:
         module: if FSDP 1 has cut its parameters, the outermost one that FSDP 1 has wrapped.
+        groups: the optimizer's param groups, as in ``optimizer.param_groups``: the parameters under
+            ``params``, and hyperparameters.
     """
-    names = _name_parameters(module)
+    names = {each: _remove_wrappers(name) for name, each in module.named_parameters()}
     whole = {names[each]: shape for each, shape in _iterate_cut_by_fsdp1(module)}
     shapes = shapes_of(module).rename(_remove_wrappers)
     shapes = replace(shapes, parameters={**shapes.parameters, **whole})
-    if not all(each in names for group in groups for each in group["params"]):
-        return shapes
-    members = tuple(tuple(names[each] for each in group["params"]) for group in groups)
-    return replace(shapes, members=members)
-
-
-def _name_parameters(module: Any) -> dict[Any, str]:
-    """Return the name of each parameter of a module, without wrappers."""
-    return {each: _remove_wrappers(name) for name, each in module.named_parameters()}
+    if all(each in names for group in groups for each in group["params"]):
+        members = tuple(tuple(names[each] for each in group["params"]) for group in groups)
+        shapes = replace(shapes, members=members)
+    return LiveTarget(shapes=shapes, groups=_name_groups(groups, names))
 
 
 def _remove_wrappers(name: str) -> str:
