@@ -73,7 +73,7 @@ Held = dict[str, dict[str, Any]]
 
 
 def held(engine: Any) -> Held:
-    """Return name of a value -> fqn -> value, from all ranks; ``weight`` is the master."""
+    """Return name of a value -> fqn -> value of all ranks, on rank 0; ``weight`` is the master."""
     names = {id(p): n for n, p in deepspeed_state.optimized(engine.module).items()}
     optimizer = engine.optimizer
     if isinstance(optimizer, DeepSpeedZeroOptimizer_Stage3):
@@ -82,9 +82,7 @@ def held(engine: Any) -> Held:
         own = _of_flat_groups(optimizer, names)
     else:
         return _whole(engine, names)
-    every: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(every, own)
-    return _joined(every, deepspeed_state.optimized(engine.module))
+    return _joined(ranks.gather_states(own), deepspeed_state.optimized(engine.module))
 
 
 def _of_flat_groups(optimizer: Any, names: dict[int, str]) -> list[tuple[str, str, int, Any]]:
