@@ -19,7 +19,7 @@ def save(path: str, steps: list[int], keep: int) -> None:
         files.save({"step": step, "w": torch.full((64,), float(step))}, partial / "model.pt")
         (partial / "config.json").write_text(f"{step}")  # as libraries write it: without fsync
         files.write_json(partial / directory.STATE, {"step": step})
-        run.publish(step, files.sync, files.write_text)
+        run.publish(step)
     run.close()
 
 

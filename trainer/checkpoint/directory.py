@@ -15,9 +15,9 @@ import os
 import re
 import shutil
 import time
-from collections.abc import Callable
 from pathlib import Path
 
+from trainer.checkpoint import files
 from trainer.errors import CheckpointError, LayoutError, SettingsError
 
 LATEST = "latest"
@@ -283,25 +283,22 @@ class RunDirectory:
         """Return the hidden directory that the checkpoint is written into."""
         return self.path / f".{make_tag(step)}.partial"
 
-    def publish(
-        self, step: int, sync: Callable[[Path], None], write: Callable[[Path, str], None]
-    ) -> Path:
+    def publish(self, step: int) -> None:
         """Give the complete checkpoint its name, then write the name to ``latest`` (rank 0)."""
         partial, final = self.partial_path(step), self.path / make_tag(step)
         for path in (*partial.rglob("*"), partial):
-            sync(path)
+            files.sync(path)
         if final.exists() and self._complete and self._complete != final.name:
             # A run that resumed from an earlier tag writes this one again. If the swap takes two
             # renames, ``latest`` must not name a checkpoint that has no name between them.
-            write(self.path / LATEST, self._complete)
+            files.write_text(self.path / LATEST, self._complete)
         replace(partial, final, self.path / f".{final.name}.old")
-        sync(self.path)
-        write(self.path / LATEST, final.name)
+        files.sync(self.path)
+        files.write_text(self.path / LATEST, final.name)
         self._complete = final.name
-        self._prune(final.name, sync)
-        return final
+        self._prune(final.name)
 
-    def _prune(self, newest: str, sync: Callable[[Path], None]) -> None:
+    def _prune(self, newest: str) -> None:
         """Remove replaced checkpoints, and all but the newest ``keep``."""
         self._remove_hidden("old")  # first: without its successor, one would be restored
         doomed = [name for name in self._stale if name != newest]
@@ -314,7 +311,7 @@ class RunDirectory:
             if (self.path / name).exists():
                 (self.path / name).rename(self.path / f".{name}.gone")
         if doomed:
-            sync(self.path)
+            files.sync(self.path)
         self._remove_hidden("gone")
 
     def _remove_hidden(self, suffix: str) -> None:

@@ -119,7 +119,7 @@ def _write(run: RunDirectory, settings: Settings, ranks: Ranks, unwritten: Unwri
             files.write_json(partial / directory.STATE, document)
     with ranks.raise_on_all("give the checkpoint its name"):
         if ranks.is_first:
-            run.publish(step, files.sync, files.write_text)
+            run.publish(step)
 
 
 def find_source(settings: Settings, ranks: Ranks) -> Path | None:
