@@ -91,7 +91,7 @@ def read(directory: Path, engine: ShardedEngine) -> dict[str, Any] | None:
             raise LayoutError(
                 f"{directory} has Megatron-LM's layout, and FSDP 1 has no parameters to fill"
             )
-        with torch.no_grad(), engine.ranks.raise_on_all("read the checkpoint"):
+        with torch.no_grad(), engine.ranks.raise_on_all(_READ):
             return megatron_read.read(directory, engine)
     with ignore_known_warnings():
         load(directory, engine.model, engine.optimizer, engine.ranks)

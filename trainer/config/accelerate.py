@@ -107,15 +107,13 @@ def _world(value: Any) -> int:
     return -1 if value in (-1, "-1") else int(_count(value))
 
 
-_DEVICE = one_of({"none": "none", "cpu": "cpu", "nvme": "nvme"})
-
 _DEEPSPEED: Table = {
     "deepspeed_config_file": Into(text),
     "zero_stage": into("strategy", one_of({n: s for i, s in enumerate(ZERO) for n in (i, str(i))})),
     "gradient_accumulation_steps": into("accumulation", _count),
     "gradient_clipping": into("clip", _rate),
-    "offload_optimizer_device": into("offload_optimizer", _DEVICE),
-    "offload_param_device": into("offload_param", _DEVICE),
+    "offload_optimizer_device": into("offload_optimizer", deepspeed.DEVICE),
+    "offload_param_device": into("offload_param", deepspeed.DEVICE),
     "offload_optimizer_nvme_path": Into(text),
     "offload_param_nvme_path": Into(text),
     "zero3_save_16bit_model": into("save_16bit_model", _flag),
@@ -157,7 +155,7 @@ _TYPES = ("DEEPSPEED", "FSDP", "MULTI_CPU", "MULTI_GPU", "NO")
 
 
 def _type(value: Any) -> str:
-    return str(one_of(dict(zip(_TYPES, _TYPES, strict=True)))("NO" if value is False else value))
+    return str(one_of(_TYPES)("NO" if value is False else value))
 
 
 TABLE: Table = {

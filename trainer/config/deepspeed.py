@@ -47,7 +47,6 @@ def _optimizer(value: Any) -> str:
     return value.lower()
 
 
-_SCHEDULES = ("WarmupLR", "WarmupDecayLR", "WarmupCosineLR")
 _WARMUP = {"warmup_num_steps", "warmup_type", "last_batch_iteration"}
 _SCHEDULE_FIELDS = {
     "WarmupLR": _WARMUP | {"warmup_min_lr", "warmup_max_lr"},
@@ -62,7 +61,7 @@ _DTYPE = one_of(
     }
 )
 _STAGE = one_of(dict(enumerate(ZERO)))
-_DEVICE = one_of({"none": "none", "cpu": "cpu", "nvme": "nvme"})
+DEVICE = one_of(("none", "cpu", "nvme"))
 _TRUE_OR_UNSET = (True, None, "auto")
 _16_BIT_STATE = "masters and moments are always fp32 here"
 _QUANTIZED = "quantization is not supported"
@@ -88,7 +87,7 @@ _ZERO_OPTIMIZATION: Table = {
         into("save_16bit_model", boolean),
     ),
     "offload_optimizer": {
-        "device": into("offload_optimizer", _DEVICE),
+        "device": into("offload_optimizer", DEVICE),
         "nvme_path": into("nvme_path", text),
         **_OFFLOAD,
         **without_effect(
@@ -96,7 +95,7 @@ _ZERO_OPTIMIZATION: Table = {
         ),
     },
     "offload_param": {
-        "device": into("offload_param", _DEVICE),
+        "device": into("offload_param", DEVICE),
         "nvme_path": into("nvme_path", text),
         **_OFFLOAD,
         **without_effect("buffer_size max_in_cpu"),
@@ -167,12 +166,12 @@ _OPTIMIZER: Table = {
 }
 
 _SCHEDULER: Table = {
-    "type": into("schedule", one_of({name: name for name in _SCHEDULES})),
+    "type": into("schedule", one_of(tuple(_SCHEDULE_FIELDS))),
     "params": {
         "warmup_min_lr": into("warmup_min_lr", number),
         "warmup_max_lr": into("lr", number),
         "warmup_num_steps": into("warmup_steps", positive),
-        "warmup_type": into("warmup_type", one_of({"log": "log", "linear": "linear"})),
+        "warmup_type": into("warmup_type", one_of(("log", "linear"))),
         "total_num_steps": into("schedule_steps", positive),
         "warmup_min_ratio": into("warmup_min_ratio", number),
         "cos_min_ratio": into("cos_min_ratio", number),

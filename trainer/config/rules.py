@@ -9,7 +9,7 @@ from __future__ import annotations
 import difflib
 import json
 import math
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -231,8 +231,9 @@ def text(value: Any) -> str:
     return value
 
 
-def one_of(meanings: Mapping[Any, Any]) -> Kind:
-    """Return the kind that maps each allowed value to its meaning here."""
+def one_of(allowed: Mapping[Any, Any] | Iterable[str]) -> Kind:
+    """Return the kind that maps each allowed value to its meaning here, by default itself."""
+    meanings = allowed if isinstance(allowed, Mapping) else {name: name for name in allowed}
 
     def kind(value: Any) -> Any:
         simple = isinstance(value, (str, int, float)) and not isinstance(value, bool)

@@ -85,9 +85,7 @@ def partition_groups(groups: Sequence[Sequence[str]], shapes: Shapes, world: int
         total = sum(math.prod(shapes[name]) for name in names)
         # The 2 is DeepSpeed's nccl_start_alignment_factor.
         piece = 2 * math.ceil(total / (2 * world))
-        paddings = tuple(
-            piece - _count_overlap(total, rank * piece, piece) for rank in range(world)
-        )
+        paddings = tuple(min(piece, max(0, end * piece - total)) for end in range(1, world + 1))
         flats.append(Flat(tuple(names), group, piece, paddings))
         begin = 0
         for name in names:
@@ -95,11 +93,6 @@ def partition_groups(groups: Sequence[Sequence[str]], shapes: Shapes, world: int
             runs[name] = tuple(_cut_at_pieces(name, begin, end, piece, group))
             begin = end
     return Partition(world, shapes, tuple(flats), runs)
-
-
-def _count_overlap(total: int, start: int, length: int) -> int:
-    """Return the number of elements that [0, total) and [start, start + length) share."""
-    return max(0, min(total, start + length) - start)
 
 
 def _cut_at_pieces(name: str, begin: int, end: int, piece: int, flat: int) -> Iterator[Run]:

@@ -78,35 +78,30 @@ class _Saved:
     progress: dict[str, Any]
 
     def write(self, directory: Path, ranks: Ranks) -> None:
-        """Let DeepSpeed save, see Content. Collective."""
-        del ranks
-        _write(directory, self.engine, self.progress)
+        """Let DeepSpeed save into ``directory``, see Content. Collective.
+
+        Raises:
+            TrainingError: a rank could not write its part, or DeepSpeed counted other steps.
+        """
+        live, files_of_live = self.engine.live, self.engine.files
+        if live.global_steps != self.progress["step"]:
+            raise TrainingError(
+                f"DeepSpeed has counted {live.global_steps} steps, and the loop "
+                f"{self.progress['step']}",
+                "this is a bug of the trainer: please report it with the settings of the run",
+            )
+        files_of_live.problem = None
+        # The tag "." puts everything into the directory itself.
+        live.save_checkpoint(str(directory), tag=".", save_latest=False)
+        if files_of_live.problem:
+            raise TrainingError(
+                f"rank {ranks.rank} could not write its part of the checkpoint: "
+                f"{files_of_live.problem}"
+            )
 
     def copied(self, copy: Callable[[Any], Any]) -> NoReturn:
         """Refuse; the settings have done so before."""
         raise NotImplementedError("DeepSpeed saves its live engine")
-
-
-def _write(directory: Path, engine: DeepSpeedEngine, progress: dict[str, Any]) -> None:
-    """Let DeepSpeed save into ``directory``. Collective.
-
-    Raises:
-        TrainingError: a rank could not write its part, or DeepSpeed counted other steps.
-    """
-    if engine.live.global_steps != progress["step"]:
-        raise TrainingError(
-            f"DeepSpeed has counted {engine.live.global_steps} steps, and the loop "
-            f"{progress['step']}",
-            "this is a bug of the trainer: please report it with the settings of the run",
-        )
-    engine.files.problem = None
-    # The tag "." puts everything into the directory itself.
-    engine.live.save_checkpoint(str(directory), tag=".", save_latest=False)
-    if engine.files.problem:
-        raise TrainingError(
-            f"rank {engine.ranks.rank} could not write its part of the checkpoint: "
-            f"{engine.files.problem}"
-        )
 
 
 def read(directory: Path, engine: DeepSpeedEngine) -> dict[str, Any]:
