@@ -11,8 +11,6 @@ import re
 import resource
 import shutil
 import signal
-import subprocess
-import sys
 import time
 import zipfile
 from pathlib import Path
@@ -542,29 +540,32 @@ def test_a_killed_run_goes_on_to_the_same_end(tmp_path):
     flags += " --no-parameter-hash --no-progress"
 
     def start(name, more=()):
-        command = [sys.executable, "-m", "trainer", *flags.split(), *more]
-        command += ["--save", str(tmp_path / name), "--log", str(tmp_path / f"{name}.jsonl")]
-        return subprocess.Popen(command, cwd=Path(__file__).parents[2], text=True)
+        places = ["--save", str(tmp_path / name), "--log", str(tmp_path / f"{name}.jsonl")]
+        return worlds.start([*flags.split(), *more, *places])
 
-    assert start("whole").wait() == 0
+    def wait(process):
+        process.join()
+        return process.exitcode
+
+    assert wait(start("whole")) == 0
     kills = 0
     for pause in (0.0, 0.11):
         going = (tmp_path / "killed/latest").exists()
         process = start("killed", ("--resume", str(tmp_path / "killed")) if going else ())
         before = (tmp_path / "killed/latest").read_text() if going else None
         deadline = time.monotonic() + LIMIT_S
-        while process.poll() is None and time.monotonic() < deadline:
+        while process.is_alive() and time.monotonic() < deadline:
             now = tmp_path / "killed/latest"
             if now.exists() and now.read_text() != before:
                 time.sleep(pause)
                 process.kill()
-                kills += process.wait() == -signal.SIGKILL
+                kills += wait(process) == -signal.SIGKILL
                 break
             time.sleep(0.005)
         found = directory.find_checkpoint(tmp_path / "killed", None)
         assert state.read(found)["progress"]["step"] == int(found.name.removeprefix("global_step"))
     assert kills
-    assert start("killed", ("--resume", str(tmp_path / "killed"))).wait() == 0
+    assert wait(start("killed", ("--resume", str(tmp_path / "killed")))) == 0
     lines = [json.loads(line) for line in (tmp_path / "killed.jsonl").read_text().splitlines()]
     last = {line["step"]: line["loss_hex"] for line in lines}
     assert last == dict(enumerate(worlds.read_log(tmp_path / "whole.jsonl").losses, start=1))

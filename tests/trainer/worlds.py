@@ -63,6 +63,13 @@ def command(world, arguments):
     return codes_and_texts[0][1]
 
 
+def start(arguments):
+    """Return a process that runs ``python -m trainer`` with these arguments, without a launcher."""
+    process = _make_context().Process(target=_exit_as_main, args=(arguments,))
+    process.start()
+    return process
+
+
 def _fork_again(world, *job, undo=lambda: None):
     """Call `_fork`, once more where a rank crashed, after ``undo``."""
     try:
@@ -73,10 +80,14 @@ def _fork_again(world, *job, undo=lambda: None):
         return _fork(world, *job)
 
 
-def _fork(world, function, *args):
+def _make_context():
     context = multiprocessing.get_context(METHOD)
     context.set_forkserver_preload(PRELOAD)
-    port = find_free_port()
+    return context
+
+
+def _fork(world, function, *args):
+    context, port = _make_context(), find_free_port()
     pipes, processes = [], []
     for rank in range(world):
         here, there = context.Pipe(duplex=False)
@@ -137,6 +148,11 @@ def _main(arguments):
     ):  # a rank that fails ends at once: let its message through
         code = main(arguments)
     return code, printed.getvalue()
+
+
+def _exit_as_main(arguments):
+    code, _ = _main(arguments)
+    raise SystemExit(code)
 
 
 @dataclass
