@@ -47,9 +47,7 @@ class FilesOptions(ValueOptions):
 
 
 @contextmanager
-def open_files(
-    source: formats.Paths, options: FilesOptions | None = None
-) -> Iterator[OnDemandFiles]:
+def open_files(source: formats.Paths, options: FilesOptions) -> Iterator[OnDemandFiles]:
     """Open the files that `merge` or `split` would write; nothing is written.
 
     Args:
@@ -58,7 +56,6 @@ def open_files(
     Raises:
         ReshardError: the source cannot be read, trusted or laid out.
     """
-    options = options or FilesOptions()
     job = plan_unwritten(source, options, partial(_plan, options=options))
     with open_planned(job, options) as files:
         yield files

@@ -62,7 +62,7 @@ def choose_names(
 
 
 def explain_source_names(
-    manifest: Manifest, own: ModelNames, options: NameOptions, model: str | None = None
+    manifest: Manifest, own: ModelNames, options: NameOptions, model: str | None
 ) -> list[str]:
     """Return a note that the output has the names of the source, if those are not Hugging Face's.
 

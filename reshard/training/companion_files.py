@@ -176,9 +176,7 @@ _PROGRESS = "trainer_state.json"  # HF Trainer's, and our trainer's
 _MAX_BYTES = 64 << 20
 
 
-def copy_companions(
-    skeleton: Skeleton, manifest: Manifest, *, beside: str = "", above: str = ""
-) -> Skeleton:
+def copy_companions(skeleton: Skeleton, manifest: Manifest, *, beside: str, above: str) -> Skeleton:
     """Add copies of the model's files that are beside the source's files, or in the folder above.
 
     Args:

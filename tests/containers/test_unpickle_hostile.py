@@ -104,15 +104,15 @@ def test_only_named_globals_are_called(called):
         read(called)
 
 
-MEASURED = "COVERAGE_PROCESS_START" in os.environ  # which takes its time
+SECONDS = 30 if "COVERAGE_PROCESS_START" in os.environ else 10  # coverage takes its time
 
 
-def limited(data, *, seconds=30 if MEASURED else 10, megabytes=3000):
+def limited(data):
     """Interpret in a process of its own; return 'ok' or the error's name, and its peak in MB."""
     probe = (
         "import resource, sys\n"
-        f"resource.setrlimit(resource.RLIMIT_AS, ({megabytes} << 20,) * 2)\n"
-        f"resource.setrlimit(resource.RLIMIT_CPU, ({seconds}, {seconds}))\n"
+        "resource.setrlimit(resource.RLIMIT_AS, (3000 << 20,) * 2)\n"
+        f"resource.setrlimit(resource.RLIMIT_CPU, ({SECONDS}, {SECONDS}))\n"
         "resource.setrlimit(resource.RLIMIT_CORE, (0, 0))\n"
         "from reshard.errors import ReshardError\n"
         "from reshard.containers.torch_objects import TORCH_BUILDERS, Storages\n"

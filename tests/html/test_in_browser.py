@@ -53,10 +53,10 @@ def plot(tab):
     )
 
 
-def colours(tab, number=0):
+def colours(tab):
     """Count the pixels of each colour on a map's canvas."""
     return tab.js(
-        f"(() => {{ const c = document.querySelectorAll('.stage canvas')[{2 * number}];"
+        "(() => { const c = document.querySelector('.stage canvas');"
         " const d = c.getContext('2d').getImageData(0, 0, c.width, c.height).data;"
         " const found = {}; for (let i = 0; i < d.length; i += 4) {"
         " const k = '#' + [0, 1, 2].map((n) => d[i + n].toString(16).padStart(2, '0')).join('');"

@@ -93,12 +93,12 @@ def held(side):
     return found
 
 
-def bytes_of(pieces, itemsize=4):
-    """(file, kind, fqn) -> {byte: element}, for small tensors of one item size."""
+def bytes_of(pieces):
+    """(file, kind, fqn) -> {byte: element}, for small tensors whose elements have 4 bytes."""
     found = {}
     for file, offset, nbytes, kind, fqn, start in pieces:
         held = found.setdefault((file, kind, fqn), {})
-        held.update((offset + n * itemsize, start + n) for n in range(nbytes // itemsize))
+        held.update((offset + n * 4, start + n) for n in range(nbytes // 4))
     return found
 
 

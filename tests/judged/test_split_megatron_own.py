@@ -10,12 +10,12 @@ import torch
 
 import reshard
 from reshard.errors import UnsupportedError, UsageError
-from tests.judges.megatron_judge import Grid, load_all, loading
+from tests.judges.megatron_judge import load_all, loading
 
 # The pickles name classes of Megatron, whose modules warn when they are imported.
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning")
 
-CASE, GRID = "llama_fused_tp2pp2", Grid(tp=2, pp=2)
+CASE = "llama_fused_tp2pp2"
 ROUTES = {"kept": ("torch", "torch"), "stacked": ("torch", "torch_dist")}
 ROUTES |= {"unstacked": ("torch_dist", "torch")}
 

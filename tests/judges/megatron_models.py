@@ -202,7 +202,7 @@ def unwrapped(chunks: list[Any]) -> list[GPTModel]:
     return found
 
 
-def forward_step(iterator: Any, model: Any, found: list[torch.Tensor] | None = None) -> Any:
+def forward_step(iterator: Any, model: Any, found: list[torch.Tensor] | None) -> Any:
     """Pass a microbatch through a stage; return its loss, as the schedules require it."""
     tokens = next(iterator)
     inputs, labels = tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()

@@ -44,10 +44,6 @@ def _register_counted(code: int, layout: str, convert: Callable[[bytes], Any]) -
     HANDLERS[code] = handler
 
 
-def _register_fixed(code: int, layout: str) -> None:
-    HANDLERS[code] = lambda machine: machine.stack.append(machine.take_number(layout))
-
-
 def _register_fresh(code: int, make: Callable[[], Any]) -> None:
     HANDLERS[code] = lambda machine: machine.stack.append(make())
 
@@ -56,7 +52,7 @@ for _code, _literal in ((0x4E, None), (0x88, True), (0x89, False)):
     _register_constant(_code, _literal)
 for _code, _factory in ((0x5D, list), (0x8F, set)):
     _register_fresh(_code, _factory)
-_register_fixed(0x47, ">d")  # BINFLOAT
+HANDLERS[0x47] = lambda machine: machine.stack.append(machine.take_number(">d"))  # BINFLOAT
 
 
 def _decode_long(data: bytes) -> int:

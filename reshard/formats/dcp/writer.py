@@ -129,7 +129,7 @@ def lay_out_leaves(
     leaves: Iterable[tuple[_Path, Any]],
     *,
     shards: int,
-    directory: str = "",
+    directory: str,
     attributes: Mapping[str, Any] | None = None,
 ) -> Skeleton:
     """Lay out the directory of a state dict that is flattened into leaves, each with its path.

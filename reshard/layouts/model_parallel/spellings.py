@@ -83,7 +83,7 @@ class SpelledPart:
     fields: Fields
     number: int
 
-    def find_parameter(self, slice_number: int | None = None) -> Spelled:
+    def find_parameter(self, slice_number: int | None) -> Spelled:
         """Return the parameter that the tensor is a part of.
 
         Args:

@@ -52,7 +52,7 @@ def adapt(
 
 
 def describe_stages(
-    counts: tuple[int, ...] | None, sizes: Sizes, mtp: int = 0, mtp_at: int | None = None
+    counts: tuple[int, ...] | None, sizes: Sizes, mtp: int, mtp_at: int | None
 ) -> dict[str, Any]:
     """Return the args that state the layers of each stage.
 
