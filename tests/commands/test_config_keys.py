@@ -15,7 +15,7 @@ from transformers import AutoConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 import reshard
-from reshard.errors import DifferentError, UnsupportedError
+from reshard.errors import DifferentError, UnsupportedError, UsageError
 from reshard.layouts.model_parallel import families
 from reshard.layouts.model_parallel.megatron_traits import make_args
 from reshard.layouts.model_parallel.traits import Traits
@@ -202,6 +202,34 @@ def test_yarn_of_transformers_is_megatron_s(keys, tmp_path):
     assert args["yarn_original_max_position_embeddings"] == 32
     assert args["yarn_beta_fast"] == keys.get("beta_fast", 32)
     assert args["yarn_correction_range_round_to_int"] is keys.get("truncate", True)
+
+
+@pytest.mark.parametrize(
+    ("keys", "other"),
+    [
+        ({"mscale": 0.7, "mscale_all_dim": 0.7}, {"attention_factor": 1.0}),
+        ({"mscale": 0.5, "mscale_all_dim": 0.2}, {"mscale": 0.5, "mscale_all_dim": 0.2}),
+        ({"mscale": 0.5}, {}),  # transformers ignores one without the other
+        ({"mscale": 0.7, "mscale_all_dim": 0.7}, {}),
+    ],
+)
+def test_the_config_of_a_model_with_yarn_is_compared_by_what_it_computes(keys, other, tmp_path):
+    paths, scores = [], []
+    for name, own in (("hf", keys), ("other", other)):
+        rope = {"rope_scaling": {**YARN, **own}, "max_position_embeddings": 128}
+        torch.manual_seed(0)
+        config = AutoConfig.for_model("llama", **TINY, **rope)
+        model = transformers.AutoModelForCausalLM.from_config(config)
+        model.save_pretrained(tmp_path / name)
+        paths.append(tmp_path / name)
+        scores.append(model(torch.arange(60)[None]).logits)
+    reshard.split(paths[0], tmp_path / "mcore", to="megatron", weights_only=True)
+    reshard.merge(tmp_path / "mcore", tmp_path / "back")
+    if torch.equal(*scores):
+        reshard.merge(tmp_path / "mcore", tmp_path / "again", hf_dir=paths[1])
+    else:
+        with pytest.raises(UsageError, match="another model than the config: rope_scaling"):
+            reshard.merge(tmp_path / "mcore", tmp_path / "again", hf_dir=paths[1])
 
 
 @pytest.mark.parametrize(

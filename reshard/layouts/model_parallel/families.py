@@ -170,8 +170,23 @@ class Family:
                 continue
             value = line if parsed is None else parsed.fill_if_known(traits)
             is_stated = value is not None or (may_be_null and not traits.unsupported)
-            if is_stated and not _is_same(value, flat[key], traits.max_positions):
+            if is_stated and not self._is_same(value, flat[key], traits.max_positions):
                 yield key, value, flat[key]
+
+    def _is_same(self, value: Any, other: Any, positions: int | None) -> bool:
+        """Return whether two values of a config's key make the same model."""
+        if isinstance(value, Mapping) or isinstance(other, Mapping):
+            # If the arguments state each mscale of YaRN, one of them also scales the softmax.
+            lines = filter(None, map(fields.parse_field, self.args.values()))
+            states_items = any(line.item for line in lines)
+            normal = yarn.make_args if states_items else yarn.normalize
+            one, two = (_normalize_scaling(each, positions, normal) for each in (value, other))
+            return one == two
+        if isinstance(value, (int, float)) and isinstance(other, (int, float)):
+            return isclose(value, other, rel_tol=1e-6)
+        if isinstance(value, (list, tuple)) and isinstance(other, (list, tuple)):
+            return list(value) == list(other)
+        return bool(fields.normalize_name(value) == fields.normalize_name(other))
 
 
 def _fill(lines: Mapping[str, Any], traits: Traits) -> dict[str, Any]:
@@ -196,18 +211,11 @@ def _refuse_other_items(traits: Traits, trait: str, known: set[str]) -> None:
         )
 
 
-def _is_same(value: Any, other: Any, positions: int | None) -> bool:
-    """Return whether two values of a config's key make the same model."""
-    if isinstance(value, Mapping) or isinstance(other, Mapping):
-        return _normalize_scaling(value, positions) == _normalize_scaling(other, positions)
-    if isinstance(value, (int, float)) and isinstance(other, (int, float)):
-        return isclose(value, other, rel_tol=1e-6)
-    if isinstance(value, (list, tuple)) and isinstance(other, (list, tuple)):
-        return list(value) == list(other)
-    return bool(fields.normalize_name(value) == fields.normalize_name(other))
-
-
-def _normalize_scaling(value: Any, positions: int | None) -> dict[str, Any]:
+def _normalize_scaling(
+    value: Any,
+    positions: int | None,
+    normalize_yarn: Callable[[Mapping[str, Any], int | None], dict[str, Any]],
+) -> dict[str, Any]:
     """Return a ``rope_scaling`` in a form that compares; empty for none.
 
     Args:
@@ -218,9 +226,8 @@ def _normalize_scaling(value: Any, positions: int | None) -> dict[str, Any]:
     kind = stated.setdefault("rope_type", kind)
     if kind in (None, "default"):
         return {}
-    return {"rope_type": kind} | (
-        yarn.make_args(stated, positions) if kind == yarn.KIND else stated
-    )
+    is_yarn = kind == yarn.KIND and not yarn.list_obstacles(stated, positions, 1.0)
+    return {"rope_type": kind} | (normalize_yarn(stated, positions) if is_yarn else stated)
 
 
 @cache

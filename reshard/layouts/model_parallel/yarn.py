@@ -22,7 +22,7 @@ _READ = frozenset(
 
 
 def make_args(scaling: Mapping[str, Any], max_positions: int | None) -> dict[str, Any]:
-    """Return megatron-core's settings for a ``rope_scaling`` without `list_obstacles`."""
+    """Return megatron-core's settings for a ``rope_scaling`` without obstacles."""
     factor, original = _get_sizes(scaling, max_positions)
     mscale, all_dim = _get_mscales(scaling, factor)
     return {
@@ -34,6 +34,14 @@ def make_args(scaling: Mapping[str, Any], max_positions: int | None) -> dict[str
         "yarn_mscale_all_dim": all_dim,
         "yarn_correction_range_round_to_int": scaling.get("truncate", True) is not False,
     }
+
+
+def normalize(scaling: Mapping[str, Any], max_positions: int | None) -> dict[str, Any]:
+    """Return a sound ``rope_scaling`` with its defaults, and one factor in place of mscales."""
+    args = make_args(scaling, max_positions)
+    mscale, all_dim = args.pop("yarn_mscale"), args.pop("yarn_mscale_all_dim")
+    factor = _get_attention_factor(args[_FACTOR], mscale, all_dim)
+    return args | {"attention_factor": round(factor, 9)}
 
 
 def list_obstacles(
@@ -79,7 +87,8 @@ def _get_sizes(
 def _get_mscales(scaling: Mapping[str, Any], factor: float | None) -> tuple[float, float]:
     """Return the two numbers from which megatron-core computes the factor of cos and sin.
 
-    It is ``m(mscale) / m(mscale_all_dim)`` where ``m(x)`` is ``0.1 * x * log(factor) + 1``.
+    It is ``m(mscale) / m(mscale_all_dim)`` where ``m(x)`` is ``0.1 * x * log(factor) + 1``:
+    equal numbers change nothing.
     """
     # transformers lets attention_factor override the mscales. The mscale that gives it is the
     # solution of m(mscale) = attention_factor, as m(0) is 1.
@@ -107,6 +116,11 @@ def parse_args(args: Mapping[str, Any]) -> dict[str, Any] | None:
     if args.get("yarn_correction_range_round_to_int") is False:
         scaling["truncate"] = False
     if mscale is not None and all_dim is not None and (mscale, all_dim) != (1, 0):
-        scale = max(log(factor), 0.0) * 0.1
-        scaling["attention_factor"] = (mscale * scale + 1) / (all_dim * scale + 1)
+        scaling["attention_factor"] = _get_attention_factor(factor, mscale, all_dim)
     return scaling
+
+
+def _get_attention_factor(factor: float, mscale: float, all_dim: float) -> float:
+    """Return the factor of cos and sin, as megatron-core computes it."""
+    scale = max(log(factor), 0.0) * 0.1
+    return (mscale * scale + 1) / (all_dim * scale + 1)
