@@ -6,8 +6,10 @@ from argparse import Namespace
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
 import reshard
+from reshard.errors import IncompleteError
 from reshard.formats import registry
 
 OWN = {"epoch": 3, "args": Namespace(seed=1, table=torch.ones(3)), "queue": [1, 2]}
@@ -70,3 +72,16 @@ def test_the_report_names_the_option_that_was_given(option, given, source, tmp_p
     report = reshard.split(source, tmp_path / "out", to="dcp", **given)
     assert report.dropped
     assert all(line.endswith(f"({option})") for line in report.dropped)
+
+
+def test_one_error_states_all_that_a_source_of_weights_alone_needs(tmp_path):
+    """What its Trainer saves with save_only_model."""
+    folder = tmp_path / "checkpoint-2"
+    folder.mkdir()
+    save_file({"weight": torch.ones(2, 2)}, folder / "model.safetensors")
+    (folder / "trainer_state.json").write_text('{"global_step": 2}')
+    (folder / "config.json").write_text('{"model_type": "mine"}')
+    with pytest.raises(IncompleteError, match="no random states, so --rng derive") as caught:
+        reshard.split(folder, tmp_path / "out", world_size=2, rng="derive")
+    assert "also pass --init-optimizer none" in str(caught.value)
+    reshard.split(folder, tmp_path / "out", world_size=2, init_optimizer="none")

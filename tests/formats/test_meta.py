@@ -119,4 +119,4 @@ def test_what_meta_s_files_cannot_say_is_refused(tmp_path):
 
 def test_meta_has_no_optimizer_to_ask_for(tmp_path):
     report = reshard.split(SAMPLE, tmp_path / "a", tp=1)
-    assert report.warnings[-1].startswith("weights only: the source has no optimizer state")
+    assert report.warnings[-1].startswith("weights only (--init-optimizer none): the source has no")

@@ -59,7 +59,7 @@ def test_weights_alone_are_written_for_a_source_without_optimizer(torch_made, tm
     source = torch_made / "dcp_model_only/ckpt"
     for target in ("dcp", "fsdp2", "torch"):
         report = reshard.split(source, tmp_path / target, to=target, world_size=2)
-        assert any(text.startswith("weights only: the source has no") for text in report.warnings)
+        assert any(text.startswith("weights only ") for text in report.warnings)
     for target in ("deepspeed", "accelerate"):
         with pytest.raises(reshard.ReshardError, match="no optimizer"):
             reshard.split(source, tmp_path / target, to=target, world_size=2)

@@ -74,7 +74,7 @@ def plan_split(
     conversion = passes.rename(conversion, options)
     conversion = passes.adapt(conversion)
     conversion = passes.rebalance_batch(conversion)
-    conversion = passes.choose_random_states(conversion, checks=options.trust != "none")
+    conversion = passes.choose_random_states(conversion, options)
     if is_single_file(destination):
         request = replace(conversion.request, file=destination.name)
         conversion = replace(conversion, request=request)

@@ -46,7 +46,16 @@ from reshard.training.state import WritableState, build_writable_state, refuse_w
 
 _ID = 32  # characters of a save's id
 _SAMPLES, _SAMPLE_BYTES = 4, 4096  # samples of each file without checksums
-_NOT_IN_ID = {"keeps_layout", "model_hint", "rng"}  # fields that do not decide the layout
+_NOT_IN_ID = {
+    "keeps_layout",
+    "model_hint",
+    "rng",
+    "weights_option",
+}  # fields that do not decide the layout
+_ALSO_CHOOSE_OPTIMIZER = (
+    "; the source has no optimizer state either, so also pass --init-optimizer none, or zeros with"
+    " --param-groups FILE"
+)
 
 
 # Passes before the options of the output are resolved
@@ -100,7 +109,9 @@ def choose_optimizer(conversion: Conversion, writer: Writer, options: SplitOptio
     others = run.list_others(manifest.origin.path)
     if others:
         advice += f"; other checkpoints of the run, which may have it: {units.some(others)}"
-    conversion.notes.warnings.append(f"weights only: the source has no optimizer state{advice}")
+    conversion.notes.warnings.append(
+        f"weights only (--init-optimizer none): the source has no optimizer state{advice}"
+    )
     return replace(options, init_optimizer="none")
 
 
@@ -277,11 +288,8 @@ def _read_config(path: Path) -> Mapping[str, Any] | None:
     return read_json_object(file) if file.is_file() else None
 
 
-def choose_random_states(conversion: StateConversion, *, checks: bool) -> StateConversion:
+def choose_random_states(conversion: StateConversion, options: SplitOptions) -> StateConversion:
     """Return the conversion with the random states to write; by default all that can be kept.
-
-    Args:
-        checks: whether to check that each file of states belongs to its rank.
 
     Raises:
         CorruptError: a file of states belongs to another rank.
@@ -292,9 +300,17 @@ def choose_random_states(conversion: StateConversion, *, checks: bool) -> StateC
     manifest, request, notes = conversion.manifest, conversion.request, conversion.notes
     files, policy = manifest.train.rng_files, request.rng
     has_none = manifest.train.rng is None and not files
+    is_to_copy = policy in ("keep", "derive")
     # A writer with random states of its own has handled them in `adapt`.
-    if conversion.writer.find_random_states(request) == "own" or (has_none and not policy):
+    if conversion.writer.find_random_states(request) == "own" or (has_none and not is_to_copy):
         return conversion
+    if has_none:
+        is_decided = manifest.has_optimizer or options.without_optimizer or options.init_optimizer
+        raise IncompleteError(
+            manifest.origin.path,
+            f"has no random states, so --rng {policy} is not possible",
+            "leave it out" + ("" if is_decided else _ALSO_CHOOSE_OPTIMIZER),
+        )
     if policy == "drop" or request.weights_only:
         reason = "--rng drop" if policy == "drop" else request.weights_option
         notes.dropped.append(f"random states ({reason})")
@@ -308,7 +324,7 @@ def choose_random_states(conversion: StateConversion, *, checks: bool) -> StateC
             raise obstacle
         notes.dropped.append(f"random states: {obstacle.where} {obstacle.problem}")
         return conversion
-    if checks:
+    if options.trust != "none":  # each file of states must belong to its rank
         refuse_conflicts(rng.describe_files(files))
     states, ranks = rng.read(files), request.world_size
     if policy != "derive":
