@@ -47,6 +47,25 @@ def may_be_converted(config: Mapping[str, Any]) -> bool:
     )
 
 
+def may_lack_experts(config: Mapping[str, Any], names: Iterable[str]) -> bool:
+    """Return whether a config states a number of experts, and no stored tensor is of an expert.
+
+    Args:
+        config: content of the model's ``config.json``.
+        names: the tensors that are stored.
+    """
+    return _states_experts(config) and not any("expert" in name for name in names)
+
+
+def _states_experts(config: Mapping[str, Any]) -> bool:
+    return any(
+        _states_experts(value)
+        if isinstance(value, dict)
+        else "experts" in key and type(value) is int and value > 0
+        for key, value in config.items()
+    )
+
+
 def may_be_tied(config: Mapping[str, Any], names: Iterable[str]) -> bool:
     """Return whether a stored tensor may be an alias that transformers leaves out of files.
 

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import re
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import replace
 
 from reshard.core.box import Index
 from reshard.core.dtypes import DType
 from reshard.core.manifest import BUFFER, PARAM, WEIGHT_KINDS, Entry, Manifest
-from reshard.errors import UnsupportedError, UsageError
+from reshard.errors import IncompleteError, UnsupportedError, UsageError
 from reshard.model.shapes import ModelShapes
+from reshard.units import counted, some
+
+_NUMBER = re.compile(r"\b\d+\.")
 
 
 def restore_memory_form(manifest: Manifest, model: ModelShapes) -> Manifest:
@@ -77,9 +81,38 @@ def _check_weights(stored: Mapping[str, Index], model: ModelShapes) -> None:
         if model.tied.get(fqn, fqn) not in expected:
             raise UsageError(model.source, f"is another model: {fqn!r} is not in the model")
     found = {model.tied.get(fqn, fqn) for fqn in stored}
-    missing = next((fqn for fqn in expected if fqn not in found), None)
-    if missing is not None:
-        raise UsageError(model.source, f"is another model: no file contains {missing!r}")
+    missing = [fqn for fqn in expected if fqn not in found]
+    if of_layers := list_missing_in_layers(missing, found, expected):
+        raise IncompleteError(
+            model.source,
+            f"the model has {counted(len(of_layers), 'tensor')} in its layers that no file"
+            f" contains: {some(of_layers)}",
+            "take them from another model: reshard merge SOURCE WHOLE --fill-missing-from MODEL,"
+            " and convert WHOLE",
+        )
+    if missing:
+        raise UsageError(model.source, f"is another model: no file contains {missing[0]!r}")
+
+
+def list_missing_in_layers(
+    missing: Iterable[str], stored: Collection[str], shapes: Mapping[str, Index]
+) -> list[str]:
+    """Return the missing matrices of layers whose other tensors are stored.
+
+    Without them, the model computes nothing useful. A missing head, or a missing part of a model
+    that consists of several models, can be intended.
+
+    Args:
+        shapes: the shapes of all tensors of the model.
+    """
+    stacks = {_get_stack(fqn) for fqn in stored} - {None}
+    return [fqn for fqn in missing if len(shapes[fqn]) >= 2 and _get_stack(fqn) in stacks]
+
+
+def _get_stack(fqn: str) -> str | None:
+    """Return the prefix before the number of a layer; None if the name has no number."""
+    match = _NUMBER.search(fqn)
+    return fqn[: match.start()] if match else None
 
 
 def refuse_other_shapes(stored: Mapping[str, Index], model: ModelShapes) -> None:

@@ -163,7 +163,11 @@ def restore_memory_form(manifest: Manifest, *, may_be_former: bool = False) -> M
 def _may_differ(manifest: Manifest, config: Mapping[str, Any]) -> bool:
     """Return whether names have to be compared with the model's, which takes seconds to build."""
     names = {entry.fqn for entry in manifest.of_kind(*WEIGHT_KINDS)} | manifest.tied.keys()
-    if library.may_be_converted(config) or library.may_be_tied(config, names):
+    if (
+        library.may_be_converted(config)
+        or library.may_be_tied(config, names)
+        or library.may_lack_experts(config, names)
+    ):
         return True
     # Without the embedding of tokens, the names may be those of another program.
     has_tokens = any(map(is_embedding, names))

@@ -48,6 +48,15 @@ QWEN = {
 }
 MODELS = {
     "MixtralForCausalLM": ("mixtral", TEXT | {"num_local_experts": 3}),
+    "GptOssForCausalLM": (
+        "gpt_oss",
+        {
+            **TEXT,
+            "num_local_experts": 3,
+            "head_dim": 8,
+            "rope_parameters": {"rope_type": "default"},
+        },
+    ),
     "Qwen3MoeForCausalLM": (
         "qwen3_moe",
         TEXT | QWEN,
@@ -313,16 +322,39 @@ def test_a_model_with_a_text_encoder_and_a_decoder_is_merged(tmp_path):
     assert all(torch.equal(got[name], value) for name, value in want.items())
 
 
-def test_weights_that_only_the_model_has_are_named(tmp_path):
+def test_a_head_that_only_the_model_has_is_named(tmp_path):
     model = make_model("MixtralForCausalLM")
     model.save_pretrained(tmp_path / "base")
-    state = {k: v for k, v in model.state_dict().items() if "layers.1.mlp.experts" not in k}
+    state = {k: v for k, v in model.state_dict().items() if k != "lm_head.weight"}
     torch.save(state, tmp_path / "run.bin")
     report = reshard.merge(tmp_path / "run.bin", tmp_path / "out", hf_dir=tmp_path / "base")
     (warning,) = report.warnings
-    kept, whole = (load_file(tmp_path / at / "model.safetensors") for at in ("out", "base"))
-    assert f"has {len(whole.keys() - kept.keys())} tensors that the checkpoint lacks" in warning
-    assert "layers.1.block_sparse_moe.experts." in warning
+    assert "has 1 tensor that the checkpoint lacks" in warning
+    assert "lm_head.weight" in warning
+
+
+# The names of GptOss are the same in memory and in files.
+@pytest.mark.parametrize(
+    ("kind", "layers"), [("MixtralForCausalLM", "layers.1."), ("GptOssForCausalLM", "layers.")]
+)
+def test_layers_without_their_experts_are_refused(kind, layers, tmp_path):
+    base, lacking = tmp_path / "base", tmp_path / "lacking"
+    make_model(kind).save_pretrained(base)
+    whole = load_file(base / "model.safetensors")
+    lacking.mkdir()
+    (lacking / "config.json").write_bytes((base / "config.json").read_bytes())
+    stored = {k: v for k, v in whole.items() if not (layers in k and ".experts" in k)}
+    save_file(stored, lacking / "model.safetensors")
+    with pytest.raises(IncompleteError, match=f"{len(whole) - len(stored)} tensors in its layers"):
+        reshard.merge(lacking, tmp_path / "merged")
+    with pytest.raises(IncompleteError, match="experts"):
+        reshard.split(lacking, tmp_path / "converted", to="dcp")
+    reshard.merge(lacking, tmp_path / "merged", fill_missing_from=base)
+    filled = load_file(tmp_path / "merged" / "model.safetensors")
+    assert filled.keys() == whole.keys()
+    assert all(torch.equal(filled[name], value) for name, value in whole.items())
+    reshard.merge(lacking, tmp_path / "part", names="source")
+    assert load_file(tmp_path / "part" / "model.safetensors").keys() == stored.keys()
 
 
 def test_every_model_that_transformers_converts_is_found_in_its_source():

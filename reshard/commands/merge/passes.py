@@ -17,9 +17,10 @@ from reshard.core import keys
 from reshard.core.box import Index
 from reshard.core.location import get_directory
 from reshard.core.manifest import Skeleton, find_main_dtype
-from reshard.errors import CorruptError
+from reshard.errors import CorruptError, IncompleteError
 from reshard.formats.base import Conversion
 from reshard.model import adapter_names as adapters
+from reshard.model.order import list_missing_in_layers
 from reshard.naming import published
 from reshard.naming.published import ModelConfig
 from reshard.system.files import SourceFiles, read_small_file
@@ -265,16 +266,30 @@ def compare_copies(merge: Merge) -> Merge:
 
 
 def note_missing(merge: Merge) -> Merge:
-    """Warn about weights that the model has, and the output lacks.
+    """Warn about weights that the model has, and the output lacks; refuse incomplete layers.
 
     The model is known only if its names were compared (`choose_form`), because building it takes
     seconds. ``verify --model`` compares any model.
+
+    Raises:
+        IncompleteError: the layers lack matrices.
     """
     edits, chosen = merge.options.edits, merge.weights
     if edits.rename or edits.include or edits.exclude:
         return merge  # the names or the selection are the user's
     named = {entry.fqn for entry, _ in chosen.tensors} | chosen.dropped_aliases.keys()
     missing = [fqn for fqn in merge.shapes if fqn not in named.union(merge.manifest.absent)]
+    if of_layers := list_missing_in_layers(missing, named, merge.shapes):
+        complete = f"take them from another model with {FILL} MODEL"
+        raise IncompleteError(
+            merge.manifest.origin.path,
+            f"the model of config.json has {counted(len(of_layers), 'tensor')} in its layers that"
+            f" the checkpoint lacks: {some(of_layers)}",
+            f"merge the base alone first, and {complete}"
+            if merge.addition
+            else f"{complete}, or write what the checkpoint has, under its own names, with"
+            " --names source",
+        )
     if missing:
         merge.notes.warnings.append(
             f"the model of config.json has {counted(len(missing), 'tensor')} that the checkpoint"
