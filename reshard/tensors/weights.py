@@ -241,13 +241,14 @@ def find_heads(names: Iterable[str]) -> Iterator[tuple[str, str]]:
 def tie_equal_heads(manifest: Manifest, pool: SourceFiles) -> Manifest:
     """Return a manifest in which a head that equals the input embedding is an alias of it.
 
-    DCP and full state dicts store both. They are tied if the optimizer has only the embedding and
-    the values are bitwise equal.
+    DCP and full state dicts store both. They are tied if the optimizer does not have the head, and
+    the values are bitwise equal: so a run that trains them from now on has one parameter.
     """
+    trained = {fqn for group in manifest.train.param_groups for fqn in group.fqns}
     stored = {entry.fqn: entry for entry in manifest.of_kind(PARAM, MASTER)}
     tied = dict(manifest.tied)
     for head, embedding in find_heads(stored):
-        if not is_untrained(manifest, head, embedding):
+        if not trained or head in trained:
             continue
         if _differ_at(pool, stored[head], stored[embedding]) is None:
             tied[head] = embedding

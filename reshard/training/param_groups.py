@@ -321,21 +321,28 @@ def _assign(
     for numbers in owners.values():
         if not numbers and rest is not None:
             numbers.append(rest)
-    _refuse_unassigned(given, owners)
+    _refuse_unassigned(given, owners, tied)
     taken: list[list[str]] = [[] for _ in given.rules]
     for fqn, (number,) in owners.items():
         taken[number].append(fqn)
     for number, fqns in enumerate(taken):
         if not fqns:
+            rule = given.rules[number]
+            aliases = (alias for alias in tied if any(p.search(alias) for p in rule.match))
+            alias = next(aliases, None)
             raise UsageError(
                 f"{given.where}: group {number}",
                 "matches no parameter",
-                f"names look like {_list_some(list(trained))}",
+                f"names look like {_list_some(list(trained))}"
+                if alias is None
+                else f"{alias!r} is tied to {tied[alias]!r}: match this name",
             )
     return taken
 
 
-def _refuse_unassigned(given: GroupRules, owners: Mapping[str, Sequence[int]]) -> None:
+def _refuse_unassigned(
+    given: GroupRules, owners: Mapping[str, Sequence[int]], tied: Mapping[str, str]
+) -> None:
     none = [fqn for fqn, numbers in owners.items() if not numbers]
     if none:
         raise UsageError(
@@ -348,9 +355,11 @@ def _refuse_unassigned(given: GroupRules, owners: Mapping[str, Sequence[int]]) -
     twice = {fqn: numbers for fqn, numbers in owners.items() if len(numbers) > 1}
     if twice:
         numbers = " and ".join(map(str, next(iter(twice.values()))))
+        aliases = [alias for alias, kept in tied.items() if kept in twice]
+        also = f", the weight that {_list_some(aliases)} is tied to" if aliases else ""
         raise UsageError(
             given.where,
-            f"assigns several groups (e.g. {numbers}) to {_list_some(list(twice))}",
+            f"assigns several groups (e.g. {numbers}) to {_list_some(list(twice))}{also}",
         )
 
 
