@@ -771,3 +771,18 @@ def test_a_quantised_model_keeps_its_codes_scales_and_dtype(tmp_path):
     )
     assert got["dtype"] == wanted["dtype"]
     assert got["quantization_config"] == wanted["quantization_config"]
+
+
+# The model that the user names
+
+
+def make_other():
+    model = torch.nn.Module()
+    model.embed = torch.nn.Embedding(1000, 8)
+    return model
+
+
+def test_a_model_with_other_shapes_is_refused(tmp_path):
+    run = Path(__file__).parents[1] / "data" / "deepspeed_0.19.8" / "z3_nvme_sub" / "run"
+    with pytest.raises(UsageError, match=r"'embed.weight' has shape .*, in the model \(1000, 8\)"):
+        reshard.merge(run, tmp_path / "out", model=f"{__name__}:make_other")

@@ -25,7 +25,7 @@ from reshard.system.paths import as_path
 
 R = TypeVar("R", bound=OutputReport)
 Pass = Callable[[Merge], Merge]
-OPENING: Sequence[Pass] = (codes.dequantise, passes.find_companions)
+OPENING: Sequence[Pass] = (codes.dequantise, passes.refuse_other_model, passes.find_companions)
 """The passes that find what is written beside the weights."""
 CHOOSING: Sequence[Pass] = (
     passes.rename,

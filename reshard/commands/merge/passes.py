@@ -16,11 +16,13 @@ from reshard.containers.json_files import format_json
 from reshard.core import keys
 from reshard.core.box import Index
 from reshard.core.location import get_directory
-from reshard.core.manifest import Skeleton, find_main_dtype
+from reshard.core.manifest import WEIGHT_KINDS, Skeleton, find_main_dtype
 from reshard.errors import CorruptError, IncompleteError
 from reshard.formats.base import Conversion
+from reshard.model import ModelHint
 from reshard.model import adapter_names as adapters
-from reshard.model.order import list_missing_in_layers
+from reshard.model.order import list_missing_in_layers, refuse_other_shapes
+from reshard.model.published import may_be_published
 from reshard.naming import published
 from reshard.naming.published import ModelConfig
 from reshard.system.files import SourceFiles, read_small_file
@@ -134,6 +136,24 @@ class Merge(Conversion):
         directory = get_directory(self.manifest.origin.path)
         near = [directory, directory.resolve().parent]
         return [self.path, *near] if self.path.is_dir() and self.path != directory else near
+
+
+def refuse_other_model(merge: Merge) -> Merge:
+    """Return the merge, if the model that the user named has the shapes of the checkpoint.
+
+    Published weights, and those of programs with other names, are not compared.
+
+    Raises:
+        UsageError: a weight has another shape in the model.
+    """
+    manifest, options = merge.manifest, merge.options
+    has_other_names = may_be_published(manifest) or merge.source.names.may_differ(manifest)
+    if options.model is None or has_other_names:
+        return merge
+    bare = keys.edit(manifest, keys.Edits(strip_wrappers=options.edits.strip_wrappers)).manifest
+    shapes = {entry.fqn: entry.shape for entry in bare.of_kind(*WEIGHT_KINDS)}
+    refuse_other_shapes(shapes, ModelHint(options.model, options.wrap).shapes())
+    return merge
 
 
 def find_companions(merge: Merge) -> Merge:
