@@ -105,9 +105,10 @@ def shrink(config: PreTrainedConfig) -> PreTrainedConfig:
     values |= {key: layers for key in _COUNTS_OF_LAYERS if key in values}
     for key in _LAYERWISE:
         if values.get(key) is not None:
-            values[key] = list(values[key])[:layers]
+            row = list(values[key])
+            values[key] = [*row, *row[-1:] * (layers - len(row))][:layers]
     if values.get("moe_layers"):  # numbers, not one value a layer
-        values["moe_layers"] = [number for number in values["moe_layers"] if number < layers]
+        values["moe_layers"] = sorted({n for n in values["moe_layers"] if n < layers})
     if "moe_layer_end_index" in values:
         values["moe_layer_end_index"] = layers - 1
     _shrink_experts(values)
