@@ -171,6 +171,22 @@ def test_the_buffers_of_experts_are_not_left_out(megatron_case, tmp_path):
         reshard.open(run)
 
 
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning")
+def test_the_argument_that_divides_the_buffers_of_experts_is_named(megatron_case, tmp_path):
+    """A program that calls Megatron-core itself does not save all arguments."""
+    case = megatron_case("mixtral_grouped_distopt_ep2dp2")
+    run = shutil.copytree(case / "torch_dist", tmp_path / "run")
+    (path,) = run.rglob("common.pt")
+    state = torch.load(path, weights_only=False)
+    del state["args"].moe_use_legacy_grouped_gemm
+    torch.save(state, path)
+    with pytest.raises(
+        CorruptError,
+        match=r"is not divided as Megatron.s layout .*\n.*moe_use_legacy_grouped_gemm",
+    ):
+        reshard.open(run)
+
+
 def test_buffers_of_another_grid_are_refused(megatron_case, tmp_path):
     """Exchange the arguments: the buffers of the second stage would be left out, as if frozen."""
     run = shutil.copytree(

@@ -239,13 +239,19 @@ def make_layout_error(path: str, what: str, members: Sequence[Param], numel: int
         if is_small
         else ""
     )
+    problem = (
+        f"{what} is not divided as Megatron's layout of its {len(members)} parameters is"
+        if numel == expected
+        else f"{what} has {numel} elements, but Megatron's layout of its {len(members)} parameters"
+        f" has {expected}"
+    )
     return kind(
         path,
-        f"{what} has {numel} elements, but Megatron's layout of its {len(members)} parameters has"
-        f" {expected}",
+        problem,
         "it belongs to another run than the weights, or was written by a Megatron version that"
         " reshard does not support; or args in the checkpoint lack the layers of each stage"
-        f" (pipeline_model_parallel_layout ...) or the size of a bucket (ddp_bucket_size){frozen}",
+        " (pipeline_model_parallel_layout ...), the size of a bucket (ddp_bucket_size) or the form"
+        f" of the experts (moe_grouped_gemm, moe_use_legacy_grouped_gemm){frozen}",
     )
 
 
