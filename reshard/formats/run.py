@@ -38,7 +38,7 @@ PARTS = (  # folders of a checkpoint
     "weights",  # NeMo's
     "model_and_optim",  # OLMo-core's
     "lit_model.pth",  # litgpt's, if it is DCP
-    "policy",  # NeMo RL's
+    *("policy", "value"),  # NeMo RL's
     "trainer",  # prime-rl's
 )
 _FOLDERS = ("checkpoints", "checkpoint", "ckpt", *PARTS)

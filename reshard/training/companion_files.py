@@ -38,7 +38,7 @@ QUANTISED = "quantization_config"
 ADAPTER_CONFIG = "adapter_config.json"
 CONFIG_FOLDERS = (
     *("huggingface", "model/huggingface"),  # verl's; the second with Megatron
-    "model/.hf_metadata",  # NeMo Automodel's
+    *("model/.hf_metadata", "weights/model/.hf_metadata"),  # NeMo Automodel's; NeMo RL's
     "model",  # LLaMA-Factory's
 )
 

@@ -175,16 +175,21 @@ def test_positions_in_the_data_that_fit_no_other_number_of_ranks_are_named(tmp_p
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is")
-def test_nemo_rl_saves_weights_and_optimizer_beside_each_other(tmp_path):
-    """They are two directories of DCP in ``policy``, and a data loader is beside that folder."""
+@pytest.mark.parametrize("inner", [("", ""), ("model", "optim")])
+def test_nemo_rl_saves_weights_and_optimizer_beside_each_other(tmp_path, inner):
+    """They are two directories of DCP in ``policy``, and a data loader is beside that folder.
+
+    Those of NeMo Automodel are in folders of their own.
+    """
     weight, run = torch.arange(6.0).view(2, 3), tmp_path / "run"
     moments = {"step": torch.tensor(4.0), "exp_avg": weight + 10, "exp_avg_sq": weight + 20}
     groups = [{"lr": 0.1, "params": ["weight"]}]
     optimizer = {"state": {"weight": moments}, "param_groups": groups}
     policy = run / "step_4" / "policy"
-    dcp.save({"model": {"weight": weight}}, checkpoint_id=policy / "weights")
+    weights = {"model": {"weight": weight}}
+    dcp.save(weights, checkpoint_id=policy / "weights" / inner[0])
     saved = {"optim": optimizer, "sched": {"last_epoch": 4}}
-    dcp.save({"optim": saved}, checkpoint_id=policy / "optimizer")
+    dcp.save({"optim": saved}, checkpoint_id=policy / "optimizer" / inner[1])
     torch.save({"epoch": 0}, run / "step_4" / "train_dataloader.pt")
     for place in (run, run / "step_4", policy):
         with reshard.open(place) as checkpoint:
@@ -193,6 +198,13 @@ def test_nemo_rl_saves_weights_and_optimizer_beside_each_other(tmp_path):
             assert checkpoint.manifest.train.scheduler == {"last_epoch": 4}
             (warning,) = checkpoint.manifest.warnings
             assert "train_dataloader.pt: not read" in warning
+    reshard.split(run, tmp_path / "out", world_size=2)
+    read = {"model": {"weight": torch.zeros(2, 3)}}
+    dcp.load(read, checkpoint_id=tmp_path / "out" / "weights" / inner[0])
+    assert torch.equal(read["model"]["weight"], weight)
+    shutil.copytree(policy, policy.with_name("value"))  # of PPO
+    with pytest.raises(UnrecognisedError, match=r"contains several checkpoints: .*policy, .*value"):
+        reshard.open(run)
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is")

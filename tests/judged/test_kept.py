@@ -19,7 +19,7 @@ from tests.judged.expected import read_expected
 
 DATA = Path(__file__).parents[1] / "data"
 XLA = ["torch_xla/flat", "torch_xla/each", "torch_xla/trainer"]
-WHOLE = ["composer", "olmo_core", *XLA]  # their optimizers' states are plain tensors
+WHOLE = ["composer", "nemo_rl", "olmo_core", *XLA]  # their optimizers' states are plain tensors
 COMPUTED = ["torchao", "torchao_fsdp2", "torchao_4bit", "torchao_fp8"]  # theirs are codes
 
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from os.path import commonpath
 from pathlib import PurePosixPath
 from typing import Any
 
@@ -102,7 +103,7 @@ def find(conversion: StateConversion) -> SavedKeys | None:
     parents = sorted({path.parent for path in paths if path.suffix == ".distcp"})
     if not parents:
         return None
-    top = parents[0].parent if len(parents) > 1 else parents[0]
+    top = PurePosixPath(commonpath(parents))
     if not all(path.is_relative_to(top) for path in paths):
         return None
     directories = [_read_directory(parent, top) for parent in parents]
@@ -115,12 +116,12 @@ def find(conversion: StateConversion) -> SavedKeys | None:
 
 
 def _read_directory(path: PurePosixPath, top: PurePosixPath) -> SavedDirectory | None:
-    """Return the items of a directory; None if it is neither the top one nor directly below it."""
+    """Return the items of a directory; None if it has no metadata."""
     location = Location([as_path(str(path))])
-    if top not in (path, path.parent) or not any(map(is_metadata, location.files)):
+    if not any(map(is_metadata, location.files)):
         return None
     about = metadata.read(reader.find_metadata_files(location))
-    return SavedDirectory("" if path == top else path.name, str(location), about)
+    return SavedDirectory("/".join(path.relative_to(top).parts), str(location), about)
 
 
 def _find_files_beside(manifest: Manifest, top: PurePosixPath, *, several: bool) -> dict[str, int]:

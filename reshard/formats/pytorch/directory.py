@@ -19,6 +19,8 @@ NAME = "torch"
 _FOLDER = re.compile(r"(pytorch_)?(model|optim(izer)?s?)(_fsdp)?(_\d+)?")
 # NeMo RL 0.4 ``native_checkpoint.py``; elsewhere, a folder ``weights`` is a whole checkpoint.
 _WEIGHTS, _OPTIMIZER = "weights", "optimizer"
+# Inside of them, NeMo RL 0.5 has folders of NeMo Automodel (``automodel/checkpoint.py``).
+_INNER = {_WEIGHTS: "model", _OPTIMIZER: "optim"}
 # Programs save each pipeline stage, or each rank, into a folder of its own: ``pp0``, ``rank_1``.
 _STAGE_FOLDER = re.compile(r"(?:(?:pp|pipe|pipeline)(?:[-_]?(?:stage|rank))?|stage)[-_]?(\d+)")
 _RANK_FOLDER = re.compile(r"(?:global[-_]?)?rank[-_]?(\d+)")
@@ -98,10 +100,14 @@ def find_dcp_parts(location: Location) -> dict[str, Location]:
         for name, folder in location.folders.items()
         if _FOLDER.fullmatch(name) and _is_of_dcp(folder)
     }
-    weights = location.folders.get(_WEIGHTS)
-    if weights and _OPTIMIZER in parts and _is_of_dcp(weights):
-        parts[_WEIGHTS] = weights
-    return parts
+    pair = {
+        name: place
+        for name, inner in _INNER.items()
+        if (folder := location.folders.get(name))
+        and (place := folder if _is_of_dcp(folder) else folder.folders.get(inner))
+        and _is_of_dcp(place)
+    }
+    return parts | pair if len(pair) == len(_INNER) else parts
 
 
 def is_optimizer_folder(name: str) -> bool:
