@@ -22,6 +22,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from reshard.errors import UnsupportedError
+from reshard.model import library
 from reshard.model import wrap as wrapping
 from reshard.model.build import build, build_configured
 from reshard.model.shapes import ModelShapes, Unit, describe_module
@@ -53,9 +55,24 @@ class ModelHint:
         Args:
             units: prefixes of the flat parameters in the checkpoint. They show whether FSDP had a
                 ``MixedPrecision``: it makes every batch norm a unit of its own.
+
+        Raises:
+            UnsupportedError: the library that builds the model is not installed.
         """
         if self.known is not None:
             return self.known
+        try:
+            return self._build(units)
+        except ModuleNotFoundError as error:
+            if error.name not in ("torch", "transformers"):
+                raise
+            raise UnsupportedError(
+                self.model,
+                f"cannot be used, because {error.name} is not installed",
+                library.INSTALL,
+            ) from error
+
+    def _build(self, units: Iterable[str]) -> ModelShapes:
         if self.by_blocks and self.wrap is None:
             root = build(self.model)
             return describe_module(

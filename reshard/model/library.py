@@ -21,6 +21,7 @@ _TIED_PAIR = re.compile(r"[\"']([^\"']+)[\"']\s*:\s*[\"']([^\"']+)[\"']")
 # A key of a dict, or the subscript of an assignment. ``ast`` finds the same keys in 20 ms more.
 _MAPPING_KEY = re.compile(r"""["']([\w-]+)["'](?=\s*:)|(?<=\w\[)["']([\w-]+)["'](?=\])""")
 _WORD = re.compile(r"[A-Za-z_]\w*")
+INSTALL = "pip install 'reshard[transformers]'"
 HEAD = "lm_head.weight"
 EMBEDDINGS = ("model.embed_tokens.weight", "transformer.wte.weight", "gpt_neox.embed_in.weight")
 """Input embeddings of causal language models, which `HEAD` may be tied to."""

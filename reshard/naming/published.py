@@ -25,11 +25,10 @@ from reshard.units import some
 if TYPE_CHECKING:
     from reshard.model.published import Published
 
-_INSTALL = "pip install 'reshard[transformers]'"
 _NOT_INSTALLED = (
     "transformers is not installed, so the weights keep the names of the source. Mixtures of"
     " experts and most vision models have other names on the Hub: for these, run"
-    f" {_INSTALL} and convert again"
+    f" {library.INSTALL} and convert again"
 )
 
 
@@ -115,7 +114,9 @@ def choose_form(manifest: Manifest, config: ModelConfig | None, names: Names | N
     if not library.is_installed():
         if names is None:
             return ChosenForm(manifest, warnings=(_NOT_INSTALLED,))
-        raise UsageError(f"--names {names}", "needs transformers, which is not installed", _INSTALL)
+        raise UsageError(
+            f"--names {names}", "needs transformers, which is not installed", library.INSTALL
+        )
     if names is None and not _may_differ(manifest, config.content):
         return ChosenForm(manifest)
     try:

@@ -308,7 +308,7 @@ def _resolve_model(
     try:
         model = nearby.shapes(prefixes)
     except (UsageError, UnsupportedError) as error:
-        return None, [f"{nearby.model} cannot be used: {error.problem}"]
+        return None, [*open_end, f"{nearby.model}: {error.problem}"]
     parts.model, model = _restore_form(parts.model, model, parsed, optimized)
     mismatch = _describe_mismatch(model, parts.model)
     if mismatch and not prefixes:

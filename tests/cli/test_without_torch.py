@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 import subprocess
 import sys
+import tarfile
 from pathlib import Path
 
 import pytest
@@ -48,6 +49,21 @@ def test_a_run_is_merged_split_converted_and_checked(run):
     ):
         done = run(line)
         assert done.returncode == 0, (line, done.stderr)
+
+
+def test_the_model_of_a_trainer_is_merged_without_its_optimizer(run, tmp_path):
+    """``optimizer.pt`` numbers its states, and only transformers knows the order."""
+    archive = Path(__file__).resolve().parents[1] / "data" / "h100" / "hf_trainer.tar.xz"
+    with tarfile.open(archive) as stored:
+        stored.extractall(tmp_path, filter="data")
+    source = tmp_path / "hf_trainer" / "run"
+    for line in (f"inspect {source}", f"verify {source}", f"merge {source} {tmp_path}/model"):
+        done = run(line)
+        assert done.returncode == 0, (line, done.stderr)
+    assert "cannot be used, because transformers is not installed" in done.stdout
+    done = run(f"split {source} {tmp_path}/split --world-size 2")
+    assert done.returncode == 1
+    assert "cannot be assigned to parameters" in done.stderr
 
 
 def test_a_directory_has_the_names_of_the_source_and_says_so(run):

@@ -155,7 +155,7 @@ def resolve_model(
             shapes = ModelHint(str(config), options.wrap).shapes()
             return conversion.with_manifest(match_weights(manifest, shapes)), shapes
         except (UsageError, UnsupportedError) as error:
-            problem = f"{config} does not help: {error.problem}"
+            problem = f"{config}: {error.problem}"
             remedy = error.remedy or remedy
     if options.init_optimizer == "zeros" and not manifest.ordered:
         raise IncompleteError(
