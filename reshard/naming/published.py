@@ -112,8 +112,8 @@ def choose_form(manifest: Manifest, config: ModelConfig | None, names: Names | N
             " --model DIR",
         )
     if not library.is_installed():
-        if names is None:
-            return ChosenForm(manifest, warnings=(_NOT_INSTALLED,))
+        if names is None:  # a config without a file is of weights that a table has renamed
+            return ChosenForm(manifest, warnings=(_NOT_INSTALLED,) if config.path else ())
         raise UsageError(
             f"--names {names}", "needs transformers, which is not installed", library.INSTALL
         )

@@ -9,6 +9,7 @@ import tarfile
 from pathlib import Path
 
 import pytest
+from safetensors.numpy import load_file
 
 LLAMA = Path(__file__).resolve().parents[2] / "examples" / "llama-zero3-4ranks"
 BLOCKED = """
@@ -70,6 +71,14 @@ def test_a_directory_has_the_names_of_the_source_and_says_so(run):
     done = run("merge run/ model/")
     assert done.returncode == 0, done.stderr
     assert "transformers is not installed" in done.stdout
+
+
+def test_a_table_names_the_weights_of_megatron(run, tmp_path):
+    source = Path(__file__).resolve().parents[1] / "data" / "megatron" / "llama_tp2pp2"
+    done = run(f"merge {source} {tmp_path}/model")
+    assert done.returncode == 0, done.stderr
+    assert "not installed" not in done.stdout
+    assert "model.layers.0.mlp.up_proj.weight" in load_file(tmp_path / "model/model.safetensors")
 
 
 @pytest.mark.parametrize(
