@@ -7,6 +7,8 @@ from argparse import Namespace
 
 import pytest
 import torch
+from safetensors.torch import load_file
+from transformers import LlamaConfig
 
 import reshard
 from reshard.errors import CorruptError, IncompleteError
@@ -128,6 +130,32 @@ def test_a_program_that_states_few_arguments_keeps_what_the_files_show(
     if form == "torch":
         first = next(run.rglob("mp_rank_00")) / "model_optim_rng.pt"
         assert list(weights) == list(torch.load(first, weights_only=False)["model"])
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning")
+def test_the_config_describes_a_model_whose_run_saved_other_arguments(megatron_case, tmp_path):
+    """Those of Megatron-SWIFT (ms-swift 4.6) state the grid and the optimizer alone."""
+    folder = megatron_case("llama_distopt_tp2dp2")
+    run = shutil.copytree(folder / "torch_dist", tmp_path / "run")
+    (path,) = run.rglob("common.pt")
+    state = torch.load(path, weights_only=False)
+    kept = (*STATED[:2], "use_distributed_optimizer", "bf16", "clip_grad")
+    state["args"] = Namespace(**{name: getattr(state["args"], name) for name in kept})
+    torch.save(state, path)
+    expected = read_expected(folder)
+    with reshard.open(run) as checkpoint:
+        for name, held in expected["optimizer"].items():
+            assert torch.equal(stored(checkpoint, "exp_avg", name), held["exp_avg"]), name
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 4, "vocab_size": 96}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "tie_word_embeddings": False}
+    LlamaConfig(**sizes, **heads).save_pretrained(run)
+    reshard.merge(run, tmp_path / "model")
+    assert "model.layers.3.mlp.up_proj.weight" in load_file(tmp_path / "model/model.safetensors")
+    reshard.split(run, tmp_path / "out", to="megatron", tp=1, dp=1)
+    assert not reshard.diff(tmp_path / "out", run).unequal
+    (path,) = (tmp_path / "out").rglob("common.pt")
+    args = torch.load(path, weights_only=False)["args"]
+    assert (args.hidden_size, args.swiglu, args.clip_grad) == (32, True, 1.0)
 
 
 def test_ranks_that_older_versions_do_not_save_are_named(megatron_case, tmp_path):

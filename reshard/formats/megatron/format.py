@@ -89,7 +89,8 @@ def _describe_model(manifest: Manifest) -> Traits | None:
     from reshard.layouts.model_parallel.megatron_traits import parse_args
 
     args = _read_args(manifest)
-    return parse_args(args, manifest.origin.path) if args else None
+    # Megatron-SWIFT (ms-swift 4.6) keeps the model's arguments in its config alone.
+    return parse_args(args, manifest.origin.path) if args.get("hidden_size") else None
 
 
 def _name_extra_states(manifest: Manifest) -> str:
@@ -194,17 +195,14 @@ class Megatron(Writer):
         if manifest.origin.format == NAME:
             table = add_user_rules(load_whole_table(NAME), names.rules)
             traits = tables.describe_source(manifest, source.names)
-            if traits is None:  # verl and NeMo 2 save no arguments
-                family, traits = describe_config(manifest, names, conversion.request.model_hint)
-                described = Described(
-                    table, tables.build_architecture(traits, names), family.make_args(traits)
-                )
-                return _trim(Naming(manifest, described=described), conversion.request.own)
             saved = objects.get_attributes(manifest.train.objects.get("args"))
-            architecture = tables.build_architecture(traits, names)
             # The config has what JSON can state; the saved attributes add enums and dtypes as they
             # were.
-            described = Described(table, architecture, {**manifest.train.config, **saved})
+            args = {**manifest.train.config, **saved}
+            if traits is None:  # verl, NeMo 2 and ms-swift save no arguments of the model
+                family, traits = describe_config(manifest, names, conversion.request.model_hint)
+                args |= family.make_args(traits)
+            described = Described(table, tables.build_architecture(traits, names), args)
             return _trim(Naming(manifest, described=described), conversion.request.own)
         manifest, traits, family = tables.rename_to_hf_first(
             manifest, source.names, names, conversion.request.model_hint

@@ -6,7 +6,7 @@ Programs that call Megatron-core themselves save few arguments, or none.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -100,6 +100,22 @@ def infer_model(args: Arguments, shapes: Mapping[str, Index]) -> Arguments:
             )
         values["gated_linear_unit"] = True
     return replace(args, values={**args.values, **values}) if values else args
+
+
+def infer_whole(args: Arguments, fqns: Collection[str]) -> Arguments:
+    """Return arguments that state the number of layers and a tied embedding, as names show them.
+
+    Megatron-SWIFT (ms-swift 4.6) saves its own arguments, and keeps those of the model in its
+    config.
+
+    Args:
+        fqns: of the whole model's parameters.
+    """
+    layers = 1 + max((n for n in map(names.find_layer, fqns) if n is not None), default=-1)
+    if layers and not args.number("num_layers", "encoder_num_layers"):
+        args = replace(args, values={**args.values, "num_layers": layers})
+    is_tied = names.EMBEDDING in fqns and names.OUTPUT not in fqns
+    return _add(args, _UNTIED, False) if is_tied else args
 
 
 def infer_layers(args: Arguments, states: Iterable[str]) -> Arguments:
