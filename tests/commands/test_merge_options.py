@@ -773,6 +773,11 @@ def test_a_quantised_model_keeps_its_codes_scales_and_dtype(tmp_path):
     assert got["quantization_config"] == wanted["quantization_config"]
 
 
+def test_one_file_has_no_shards(plain, tmp_path):
+    with pytest.raises(UsageError, match="--max-shard-size: has no effect, because the suffix"):
+        reshard.merge(plain, tmp_path / "out.safetensors", max_shard_bytes=1000)
+
+
 # The model that the user names
 
 

@@ -65,9 +65,15 @@ def merge(
         repository = upload.find_repository(destination)
         return upload.upload(source, repository, options, partial(plan_merge, options=options))
     sources = formats.as_paths(source)
-    if options.writes_adapter and is_single_file(destination):
-        raise UsageError(
-            destination, "the name has the suffix of a file, but --adapter writes a directory"
+    if is_single_file(destination):
+        if options.writes_adapter:
+            raise UsageError(
+                destination, "the name has the suffix of a file, but --adapter writes a directory"
+            )
+        options.refuse_given(
+            ["max_shard_bytes"],
+            f"has no effect, because the suffix of {destination} asks for one file",
+            "leave it out, or name a directory",
         )
 
     def prepare(manifest: Manifest, output: Path, means: list[str]) -> Job[MergeReport]:
