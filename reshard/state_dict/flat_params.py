@@ -42,6 +42,10 @@ class FlatUnit:
     members: tuple[Member, ...]
     numel: int  # elements before it is cut, with its padding
 
+    def __str__(self) -> str:
+        """Return how messages name the flat parameter."""
+        return f"the flat parameter of {_describe_unit(self.prefix)}"
+
     def build_tensors(self, pieces: Iterable[tuple[int, Chunk]]) -> dict[str, GlobalTensor]:
         """Build the members' global tensors from pieces, each with its first flat element."""
         pieces = list(pieces)

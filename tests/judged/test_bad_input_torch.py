@@ -822,6 +822,32 @@ def test_a_wrong_model_or_wrapping_is_refused(copied, refused, told, error, word
     refused(copied("fsdp1_local_flat"), error, *words, **told)
 
 
+@pytest.mark.parametrize(
+    ("case", "words"),
+    [
+        ("fsdp1_local_flat", "flat parameter of 'llama.model.layers.0', the flat parameter of"),
+        ("fsdp1_local_orig", "have the same shape, and their group is not in the model's order"),
+    ],
+)
+def test_an_optimizer_that_is_not_in_the_model_s_order_is_left_out(copied, case, words):
+    """As one that was made of the parameters in reverse order."""
+    source = copied(case)
+    for path in source.glob("optim*.pt"):
+        optimizer = torch.load(path, weights_only=False)
+        last = max(optimizer["param_groups"][0]["params"])
+        optimizer["state"] = {last - key: slots for key, slots in optimizer["state"].items()}
+        torch.save(optimizer, path)
+    manifest = reshard.inspect(source, model=MODEL, wrap="LlamaDecoderLayer").manifest
+    (note,) = [warning for warning in manifest.warnings if "left out" in warning]
+    assert words in note
+    assert not manifest.has_optimizer
+
+
+def test_the_wrapping_is_asked_for_where_an_optimizer_may_be_flat(copied):
+    manifest = reshard.inspect(copied("fsdp1_full_optim_raw"), model=MODEL).manifest
+    assert any("FSDP 1), pass --wrap, too" in warning for warning in manifest.warnings)
+
+
 def test_slices_of_a_missing_rank(copied, refused):
     source = copied("fsdp1_local_orig_ws4")
     for path in source.glob("*_rank3.pt"):

@@ -23,6 +23,7 @@ from reshard.state_dict.optimizers import nested_slots
 from reshard.state_dict.optimizers.numbering import (
     AmbiguousError,
     Signature,
+    UnknownShapeError,
     name_divided,
     name_groups,
 )
@@ -270,7 +271,8 @@ def identify_layout(
         stored: the names that the file gives for the numbers, if any.
 
     Raises:
-        AmbiguousError: no layout fits; the reason is the one for the layout of whole tensors.
+        AmbiguousError: no layout fits; the reason is that of the first one in which every state is
+            of a known shape or size, or else that of the layout of whole tensors.
     """
     order = [key for keys in members for key in keys]
     if not all(isinstance(key, int) for key in order):
@@ -286,7 +288,7 @@ def identify_layout(
         shards = [n for n in range(known.world, 0, -1) if known.world % n == 0]
         layouts += [UnitLayout(known, n) for n in shards if known.units]
         layouts += [RunLayout(known, n) for n in shards]
-    reason: AmbiguousError | None = None
+    reasons: list[AmbiguousError] = []
     for layout in layouts:
         signs = [[layout.sign(state.get(key, {})) for key in keys] for keys in members]
         candidates = layout.list_candidates()
@@ -295,7 +297,7 @@ def identify_layout(
                 return layout, _check_stored_names(stored, candidates, members, signs)
             named = name_groups(candidates, signs, ordered=known.ordered)
         except AmbiguousError as error:
-            reason = reason or error
+            reasons.append(error)
             continue
         if any(None in fqns for fqns in named):
             named = name_divided(candidates, signs, known.list_divisions()) or named
@@ -304,7 +306,8 @@ def identify_layout(
     divided = name_divided(layouts[0].list_candidates(), signs, known.list_divisions())
     if divided is not None:
         return layouts[0], _pair_owners(members, divided)
-    raise reason or AmbiguousError(list(known.shapes))
+    fitting = (reason for reason in reasons if not isinstance(reason, UnknownShapeError))
+    raise next(fitting, reasons[0])
 
 
 def _pair_owners(

@@ -30,11 +30,11 @@ class AmbiguousError(Exception):
 
     def __init__(
         self,
-        fqns: Sequence[str],
+        fqns: Sequence[object],
         why: str = "have the same shape and are in several groups, or some of them are frozen,"
         " buffers or never stepped",
     ) -> None:
-        shown = ", ".join(fqns[:3]) + (" ..." if len(fqns) > 3 else "")
+        shown = ", ".join(map(str, fqns[:3])) + (" ..." if len(fqns) > 3 else "")
         super().__init__(f"these parameters {why}: {shown}")
 
 

@@ -31,7 +31,11 @@ from reshard.state_dict.optimizers.layouts import (
     infer_shape,
     select_tensors,
 )
-from reshard.state_dict.optimizers.numbering import AmbiguousError, may_be_divided_by_decay
+from reshard.state_dict.optimizers.numbering import (
+    AmbiguousError,
+    UnknownShapeError,
+    may_be_divided_by_decay,
+)
 from reshard.state_dict.plain_values import to_plain
 from reshard.state_dict.tree import LocalTensors, as_global, as_list, is_tensor
 from reshard.system.files import SourceFiles
@@ -40,6 +44,7 @@ from reshard.units import counted
 
 _STATE, _GROUPS = "state", "param_groups"
 _ASK = " (pass --model config.json|DIR|module:factory to name its parameters)"
+_WRAP = "if the run had flat parameters (FSDP 1), pass --wrap, too"
 _JOINT = UnnamedOptimizer(
     "LBFGS keeps one state for all parameters together, which reshard does not convert",
     advice="resume from the source itself",
@@ -421,8 +426,10 @@ def _add_numbered(
         members = [_list_members(group) for group in groups] or [list(state)]
         layout, names = identify_layout(state, members, known, stored)
     except AmbiguousError as reason:
-        parsed.why_unnamed = UnnamedOptimizer(str(reason), known.model, reason.advice)
-        advice = "" if known.model or reason.advice else _ASK
+        may_be_flat = isinstance(reason, UnknownShapeError) and known.model and not known.units
+        wrap = _WRAP if may_be_flat and not reason.advice else ""
+        parsed.why_unnamed = UnnamedOptimizer(str(reason), known.model, reason.advice or wrap)
+        advice = f" ({wrap})" if wrap else "" if known.model or reason.advice else _ASK
         parsed.notes.append(
             f"the optimizer is stored by index, and {reason}; it is left out{advice}"
         )
