@@ -26,6 +26,7 @@ INTERRUPTED = 130  # exit code after a signal
 MIXED = "files of different runs or steps are mixed: fetch the checkpoint again as a whole"
 TWO_RUNS = "files of two runs are mixed: move those of the other run away"
 ALTERED = "the file was altered: fetch it again"
+OTHER_FILE = "another file has this name, or the file was altered: fetch it again"
 DAMAGED = "the file is truncated or was altered: fetch it again"
 SAVE_NAMES = (
     "save again from the training script with an optimizer that stores names,"

@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from reshard.errors import DAMAGED, CorruptError
+from reshard.errors import ALTERED, DAMAGED, CorruptError
 from reshard.system.files import read_small_file
 
 
@@ -30,7 +30,7 @@ def read_json_object(path: Path) -> dict[str, Any]:
     """
     config = read_json(path)
     if not isinstance(config, dict):
-        raise CorruptError(path, "is not a JSON object")
+        raise CorruptError(path, "is not a JSON object", ALTERED)
     return config
 
 

@@ -95,7 +95,7 @@ def read_archive(
         )
     if len(pickles) > 1:
         raise CorruptError(
-            path, f"is a zip archive with {len(pickles)} data.pkl files, expected one"
+            path, f"is a zip archive with {len(pickles)} data.pkl files, expected one", ALTERED
         )
     member = members[pickles[0]]
     root = member.name.removesuffix("data.pkl")
@@ -107,7 +107,9 @@ def read_archive(
         if order != _LITTLE:
             raise UnsupportedError(path, f"contains {order!r}-endian tensors")
     if member.nbytes > MAX_PICKLE:
-        raise CorruptError(path, f"its pickle has {member.nbytes} bytes, more than reshard reads")
+        raise CorruptError(
+            path, f"its pickle has {member.nbytes} bytes, more than reshard reads", ALTERED
+        )
     start, data = member.read(archive, checked=checked)
     start += archive.start
     parsed = (cache or PickleCache()).parse(data, path, builders or {}, start)
@@ -181,7 +183,9 @@ def _read_stream(
         numel = int.from_bytes(files.read(path, end, 8), "little", signed=True)
         if numel * storage.dtype.itemsize != storage.nbytes:
             raise CorruptError(
-                path, f"storage {key} has {numel} elements, but its pickle states another number"
+                path,
+                f"storage {key} has {numel} elements, but its pickle states another number",
+                ALTERED,
             )
         storage.byte_offset = end + 8
         file.records[key] = Record(end + 8, storage.nbytes, None, f"storage {key}")
@@ -190,6 +194,7 @@ def _read_stream(
         raise CorruptError(
             path,
             f"the pickle names {len(storages.by_key)} storages, but the file stores {len(keys)}",
+            ALTERED,
         )
     return file
 
@@ -230,5 +235,5 @@ def _read_pickles(
     result = loads(head, where=path, start=system.end, builders=table, persistent=storages)
     keys = loads(head, where=path, start=result.end)
     if not isinstance(keys.value, list):
-        raise CorruptError(path, "its list of storages is missing")
+        raise CorruptError(path, "its list of storages is missing", ALTERED)
     return result, keys.end, keys.value

@@ -12,7 +12,7 @@ import struct
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from reshard.errors import DAMAGED, CorruptError
+from reshard.errors import ALTERED, DAMAGED, CorruptError
 from reshard.system.checksum import crc32
 from reshard.system.files import Section
 
@@ -113,7 +113,9 @@ def read_directory(archive: Section) -> dict[str, ZipMember]:
     entries = _iterate_entries(path, archive.read(start, nbytes), count)
     for offset, name, member_size, crc, at in sorted(entries, reverse=True):
         if name in members or offset >= limit:
-            raise CorruptError(path, f"zip member {name!r} is listed twice or overlaps another")
+            raise CorruptError(
+                path, f"zip member {name!r} is listed twice or overlaps another", ALTERED
+            )
         members[name] = _make_member((name, member_size, crc, offset, limit, start + at))
         limit = offset
     return members
@@ -170,7 +172,7 @@ def _iterate_entries(
             size, packed, offset = _read_zip64(path, extra, size, packed, offset)
         if method != 0 or size != packed:
             raise CorruptError(
-                path, f"zip member {name!r} is compressed; torch.save does not compress"
+                path, f"zip member {name!r} is compressed; torch.save does not compress", ALTERED
             )
         yield offset, name, size, crc, first
 

@@ -40,8 +40,9 @@ def test_a_truncated_file_is_refused(tmp_path, saved, form):
     path = tmp_path / "x.pt"
     for size in [*range(0, len(data), 97), *range(len(data) - 30, len(data))]:
         path.write_bytes(data[:size])
-        with pytest.raises(ReshardError, match=r"x\.pt"):
+        with pytest.raises(ReshardError, match=r"x\.pt") as caught:
             read_all(path)
+        assert caught.value.remedy, size
 
 
 def test_a_truncated_stream_states_where_its_storage_ends(tmp_path, saved):
@@ -72,6 +73,7 @@ def test_a_flipped_byte_raises_our_errors_or_changes_nothing_of_the_structure(
             except ReshardError as error:
                 refused += 1
                 assert error.where  # noqa: PT017
+                assert error.remedy or not isinstance(error, CorruptError)  # noqa: PT017
             else:
                 assert part == "legacy" or names == set(STATE)
     assert refused > 5

@@ -14,7 +14,7 @@ from reshard.core import counts
 from reshard.core.location import Location
 from reshard.core.manifest import Entry, Manifest, Origin
 from reshard.core.schema import COUNT, expect, fields, mapping, sequence
-from reshard.errors import CorruptError, IncompleteError, UnsupportedError
+from reshard.errors import MIXED, CorruptError, IncompleteError, UnsupportedError
 from reshard.formats.colossalai.directory import (
     INDEX,
     NAME,
@@ -122,7 +122,7 @@ def _read_optimizer(location: Location, parsed: ParsedTree) -> dict[str, Any]:
     missing = [key for key, number in numbers.items() if number is not None and number not in state]
     if missing:
         raise CorruptError(
-            path, f"lists the state of parameter {missing[0]}, but no shard contains it"
+            path, f"lists the state of parameter {missing[0]}, but no shard contains it", MIXED
         )
     shared = _require_file(location, path, str(metadata.get("param_groups")))
     groups = _read_file(shared, parsed)

@@ -15,7 +15,7 @@ from reshard.containers import torch_reader
 from reshard.containers.torch_objects import Tensor, TorchFile
 from reshard.core import counts
 from reshard.core.box import Index
-from reshard.errors import CorruptError, IncompleteError, UnsupportedError
+from reshard.errors import OTHER_FILE, CorruptError, IncompleteError, UnsupportedError
 from reshard.formats.deepspeed.directory import LAYER_FILE, TagFiles
 from reshard.state_dict import leaves
 from reshard.system.threads import map_files_by_key
@@ -103,7 +103,7 @@ def _is_full(module: StageModule, stage: DeclaredStage) -> bool:
 def _read_tensors(file: TorchFile, layer: int, named: Names) -> dict[str, Tensor]:
     """Return the tensors of a layer's file under the names that the optimizer has for them."""
     if not isinstance(file.root, dict):
-        raise CorruptError(file.path, "is not the state dict of a layer")
+        raise CorruptError(file.path, "is not the state dict of a layer", OTHER_FILE)
     leaves.find_opaque(file.path, file.root)  # raises if a weight has a form that is not read
     tensors = {str(key): value for key, value in file.root.items() if isinstance(value, Tensor)}
     prefix = f"{layer}."

@@ -15,7 +15,7 @@ from reshard.core.box import Index
 from reshard.core.dtypes import DType
 from reshard.core.manifest import BUFFER, PARAM, Entry
 from reshard.core.schema import expect
-from reshard.errors import MIXED, CorruptError, UnsupportedError, shown
+from reshard.errors import MIXED, OTHER_FILE, CorruptError, UnsupportedError, shown
 from reshard.formats.deepspeed import schemas
 from reshard.quantised import moments
 from reshard.state_dict import leaves
@@ -343,7 +343,7 @@ def open_model(path: Path, cache: PickleCache | None = None) -> ModelStates:
     file = torch_reader.read(path, builders=BUILDERS, cache=cache)
     if not isinstance(file.root, dict) or "module" not in file.root:
         raise CorruptError(
-            path, "is not a DeepSpeed model states file: it does not contain 'module'"
+            path, "is not a DeepSpeed model states file: it does not contain 'module'", OTHER_FILE
         )
     if not file.is_known:
         kind = schemas.MODEL_STATES if cache is None else schemas.OTHER_MODEL_STATES
@@ -455,6 +455,7 @@ def open_optimizer(path: Path, rank: int, cache: PickleCache | None = None) -> O
         raise CorruptError(
             path,
             "is not a DeepSpeed optimizer states file: it does not contain 'optimizer_state_dict'",
+            OTHER_FILE,
         )
     if not file.is_known:
         expect(path, file.root, schemas.VERSIONED)

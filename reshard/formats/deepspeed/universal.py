@@ -24,7 +24,7 @@ from reshard.core.chunks import contiguous
 from reshard.core.location import Location
 from reshard.core.manifest import BUFFER, MASTER, PARAM, Entry, Key, Manifest, Origin, index_entries
 from reshard.core.schema import expect
-from reshard.errors import CorruptError, IncompleteError
+from reshard.errors import OTHER_FILE, CorruptError, IncompleteError
 from reshard.formats.deepspeed import order, stage3
 from reshard.formats.deepspeed.directory import MODEL_FILE, SHARDED_MODEL_FILE
 from reshard.formats.deepspeed.experts import autoep
@@ -195,7 +195,7 @@ def _read_folder(
         value: Any = file.root.get("param") if isinstance(file.root, dict) else file.root
         is_count = path.stem == "step" and type(value) in (int, float)
         if not isinstance(value, Tensor) and not is_count:
-            raise CorruptError(path, "does not contain the tensor 'param'")
+            raise CorruptError(path, "does not contain the tensor 'param'", OTHER_FILE)
         yield (MASTER if path.stem == "fp32" else path.stem), file, value
 
 

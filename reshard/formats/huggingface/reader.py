@@ -20,6 +20,7 @@ from reshard.core.manifest import (
 )
 from reshard.errors import (
     DAMAGED,
+    MIXED,
     CorruptError,
     IncompleteError,
     StaleError,
@@ -152,7 +153,9 @@ def _is_plain_name(name: str) -> bool:
 def _check_shard(index: Path, shard: Path, stored: set[str], promised: set[str]) -> None:
     if promised - stored:
         fqn = min(promised - stored)
-        raise IncompleteError(index, f"lists {fqn!r} in {shard.name}, which does not contain it")
+        raise IncompleteError(
+            index, f"lists {fqn!r} in {shard.name}, which does not contain it", MIXED
+        )
     if stored - promised:
         fqn = min(stored - promised)
         raise StaleError(

@@ -17,7 +17,7 @@ from reshard.containers import torch_reader
 from reshard.containers.torch_objects import TorchFile
 from reshard.core.location import Location
 from reshard.core.schema import INTEGER, NUMBER, expect, fields, maybe
-from reshard.errors import CorruptError
+from reshard.errors import OTHER_FILE, CorruptError
 from reshard.formats.megatron import arguments, names
 from reshard.formats.megatron.arguments import Arguments
 from reshard.formats.megatron.directory import OPTIMIZER, find_model_file
@@ -82,7 +82,9 @@ def open_rank(folder: Location) -> RankFile:
     file = torch_reader.read(find_model_file(folder))
     root = tree.convert_file(file)
     if not isinstance(root, dict):
-        raise CorruptError(file.path, "is not a Megatron checkpoint: its root is not a dict")
+        raise CorruptError(
+            file.path, "is not a Megatron checkpoint: its root is not a dict", OTHER_FILE
+        )
     expect(file.path, root, _ROOT)
     args = arguments.parse(root.get("args"), file.path)
     chunks = _list_chunks(root, file.path)
@@ -101,7 +103,7 @@ def _list_chunks(root: Mapping[str, Any], path: str) -> list[ModelChunk]:
     keys = [f"model{number}" for number in range(len(root))]
     chunks = [_build_chunk(root, key, path) for key in keys if key in root]
     if not chunks:
-        raise CorruptError(path, "has neither 'model' nor 'model0'")
+        raise CorruptError(path, "has neither 'model' nor 'model0'", OTHER_FILE)
     return chunks
 
 
@@ -135,7 +137,9 @@ def open_args(path: Path) -> Arguments:
 def _walk(tree: Any, path: str, prefix: str = "") -> Iterator[tuple[str, Any]]:
     """Yield every value of a model's state dict with its dotted name."""
     if not isinstance(tree, Mapping):
-        raise CorruptError(path, f"its model is a {type(tree).__name__}, expected a state dict")
+        raise CorruptError(
+            path, f"its model is a {type(tree).__name__}, expected a state dict", OTHER_FILE
+        )
     for key, value in tree.items():
         name = f"{prefix}{key}"
         if isinstance(value, Mapping):

@@ -24,7 +24,7 @@ from reshard.core.manifest import (
     find_most_common_dtype,
     index_entries,
 )
-from reshard.errors import MIXED, CorruptError
+from reshard.errors import MIXED, OTHER_FILE, CorruptError
 from reshard.formats.nanotron import directory, layout, optimizer, slices, stages
 from reshard.formats.nanotron.directory import (
     METADATA,
@@ -133,6 +133,7 @@ def _read_weight(
                 rank.path,
                 f"contains {sorted(file.tensors)}, but a nanotron weight file contains one tensor"
                 f" called {_TENSOR!r}",
+                OTHER_FILE,
             )
         part = slices.parse_part(file.source.path, file.metadata, stored.box.shape)
         parts.setdefault(fqn, {})[rank.rank("tp"), rank.rank("exp")] = part

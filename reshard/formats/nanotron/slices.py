@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from reshard.core.box import Box, Index, as_index, flat_span, intersect, row_major, run_boxes, whole
 from reshard.core.chunks import Chunk
-from reshard.errors import CorruptError, UnsupportedError
+from reshard.errors import ALTERED, CorruptError, UnsupportedError
 
 SHAPE, PAIRS = "unsharded_shape", "local_global_slices_pairs"
 _SIZE = re.compile(r"(?:np\.\w+\()?(\d{1,19})\)?")  # numpy 2 prints np.int64(8)
@@ -86,7 +86,7 @@ def parse_part(path: str, metadata: Mapping[str, str], local: Index) -> RankPart
         pairs = tuple((_parse_box(path, a, local), _parse_box(path, b, shape)) for a, b in texts)
     except (ValueError, TypeError) as error:
         raise CorruptError(
-            path, f"its header does not state its part of the tensor: {error}"
+            path, f"its header does not state its part of the tensor: {error}", ALTERED
         ) from error
     if any(a.shape != b.shape for a, b in pairs):
         raise CorruptError(path, f"its local and global slices differ in size: {pairs}")
