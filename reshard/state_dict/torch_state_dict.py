@@ -349,7 +349,7 @@ def build_hyper(state: WritableState, group: TrainedGroup) -> dict[str, Any]:
         raise IncompleteError(
             where,
             "does not keep the optimizer's hyper-parameters (lr, betas ...)",
-            "pass --weights-only",
+            "pass all of them with --param-groups FILE, or leave out the optimizer: --weights-only",
         )
     slots = {name for member in group.members for name in member.slots}
     if optimizers.has_moments(slots):

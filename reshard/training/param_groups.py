@@ -23,6 +23,7 @@ from reshard.containers.pickles import objects
 from reshard.core.keys import compile_patterns
 from reshard.core.manifest import MEMBER_LISTS, ParamGroup
 from reshard.errors import UsageError
+from reshard.training.optimizers import has_moments
 from reshard.training.state import TrainedGroup, TrainedParameter, WritableState
 from reshard.units import counted, some
 
@@ -199,6 +200,8 @@ def regroup(state: WritableState, given: GroupRules) -> StateAndNotes:
         sources = sources or list(range(len(state.groups)))
         decided = _fill_from_live(given, number, state, sources)
         hyper = _merge_hyper(given, number, decided, state, sources)
+        if not any(group.hyper for group in state.groups):
+            _refuse_incomplete_adam(given, number, hyper, [trained[fqn].member for fqn in members])
         groups.append(TrainedGroup(hyper, tuple(trained[fqn].member for fqn in members)))
         origins.append(sources)
     notes = [f"param groups of {' + '.join(str(len(g.members)) for g in groups)} parameters"]
@@ -381,6 +384,22 @@ def _merge_hyper(
             )
         (agreed[key],) = values.values()
     return {**agreed, **rule.hyper}
+
+
+def _refuse_incomplete_adam(
+    given: GroupRules, number: int, hyper: Mapping[str, Any], members: Sequence[TrainedParameter]
+) -> None:
+    """Refuse a group without hyper-parameters that an Adam reads at every step.
+
+    It applies to a source that keeps none (DeepSpeed's ``elastic_checkpoint``).
+    """
+    lacking = [key for key in ("lr", "betas", "eps", "weight_decay") if key not in hyper]
+    if lacking and has_moments({name for member in members for name in member.slots}):
+        raise UsageError(
+            f"{given.where}: group {number}",
+            f"does not state {', '.join(lacking)}, and neither does the source",
+            "add them to the group",
+        )
 
 
 def _fill_from_live(

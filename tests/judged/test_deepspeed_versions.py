@@ -68,6 +68,14 @@ def test_a_split_for_other_ranks_holds_the_same(case, expected, tmp_path):
             reshard.errors.IncompleteError, match="does not keep the hyper-parameters"
         ):
             reshard.split(KEPT / case / "run", tmp_path / "s", world_size=3)
+        groups = tmp_path / "groups.json"
+        groups.write_text('[{"lr": 0.1}]')
+        with pytest.raises(
+            reshard.errors.UsageError, match="group 0: does not state betas, eps, weight_decay"
+        ):
+            reshard.split(KEPT / case / "run", tmp_path / "s", world_size=3, param_groups=groups)
+        groups.write_text('[{"lr": 0.1, "betas": [0.9, 0.99], "eps": 1e-8, "weight_decay": 0.0}]')
+        reshard.split(KEPT / case / "run", tmp_path / "s", world_size=3, param_groups=groups)
     else:
         reshard.split(KEPT / case / "run", tmp_path / "s", world_size=3)
         assert_state(tmp_path / "s", expected)

@@ -302,8 +302,8 @@ def _check_source(state: WritableState, *, needs_hyper: bool) -> None:
                 manifest.origin.path,
                 f"does not keep the hyper-parameters of param group {number} (elastic_checkpoint):"
                 " the optimizer that loads them would have no learning rate",
-                "pass them with --param-groups FILE, or write --to ds-universal, with which the"
-                " optimizer keeps those of its script",
+                "pass all of them with --param-groups FILE, or write --to ds-universal, with which"
+                " the optimizer keeps those of its script",
             )
 
 
