@@ -158,6 +158,30 @@ def test_the_config_describes_a_model_whose_run_saved_other_arguments(megatron_c
     assert (args.hidden_size, args.swiglu, args.clip_grad) == (32, True, 1.0)
 
 
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning")
+@pytest.mark.parametrize("form", ["torch", "torch_dist"])
+def test_an_optimizer_apart_from_the_weights_is_named(megatron_case, tmp_path, form):
+    """mcore_adapter (ROLL) saves it as ``torch_dist`` beside weights without arguments."""
+    made = megatron_case("llama_distopt_tp2dp2")
+    saved = made / "torch_dist" / "iter_0000003"
+    place = shutil.copytree(saved, tmp_path / "run" / "iter_0000001" / "dist_optimizer").parent
+    if form == "torch":
+        for path in (made / "torch" / "iter_0000003").rglob("model_optim_rng.pt"):
+            (place / path.parent.name).mkdir()
+            state = torch.load(path, weights_only=False)
+            torch.save({"model": state["model"]}, place / path.parent.name / path.name)
+    else:
+        shutil.copytree(saved, place / "dist_model")
+        torch.save({}, place / "dist_model" / "common.pt")
+    (tmp_path / "run" / "latest_checkpointed_iteration.txt").write_text("1")
+    torch.save({"num_steps": 3}, tmp_path / "run" / "scheduler.pt")
+    manifest = reshard.inspect(tmp_path / "run").manifest
+    assert len(list(manifest.of_kind("param"))) == len(read_expected(made)["params"])
+    assert any("dist_optimizer is of mcore_adapter" in note for note in manifest.warnings)
+    with pytest.raises(IncompleteError, match=r"mcore_adapter \(ROLL\), .*\n.*--weights-only"):
+        reshard.split(tmp_path / "run", tmp_path / "out", to="dcp", world_size=2)
+
+
 def test_ranks_that_older_versions_do_not_save_are_named(megatron_case, tmp_path):
     """Before 0.18, only the ranks with the first copy of the experts saved their weights."""
     run = shutil.copytree(megatron_case("mixtral_distopt_tp4ep2_etp1") / "torch", tmp_path / "run")

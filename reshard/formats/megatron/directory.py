@@ -37,6 +37,9 @@ METADATA = ".metadata"  # DCP's
 BACKEND = "metadata.json"
 DIST_FOLDER = "dist_ckpt"  # verl's
 VERL_PARTS = ("model", "optimizer", "extra")  # folders of verl, each with a DIST_FOLDER
+# Folders of mcore_adapter (ROLL 8eb27cc ``mcore_adapter/checkpointing.py``), both of torch_dist.
+# Without the first one, the weights are in ``mp_rank_*``.
+_ADAPTER_MODEL, _ADAPTER_OPTIMIZER = "dist_model", "dist_optimizer"
 
 _RANK = re.compile(r"mp_rank_(\d{2,})(?:_(\d{3,}))?(?:_(\d{3,}))?")
 _MODELS = (MODEL, "model_rng.pt")  # the second until 2023, beside one optimizer file a rank
@@ -118,7 +121,8 @@ def _contains(pool: SourceFiles, path: str, size: int, words: Sequence[bytes]) -
 def list_parts(location: Location) -> dict[str, Location]:
     """Return the torch_dist directories in which verl saves one checkpoint, by part.
 
-    The result is empty if there is no part with weights or an optimizer.
+    The result is empty if there is no part with weights or an optimizer. mcore_adapter has such a
+    directory for the weights.
 
     Source: verl 0.9.1 ``utils/checkpoint/megatron_checkpoint_manager.py`` (``save_checkpoint``).
     """
@@ -128,7 +132,16 @@ def list_parts(location: Location) -> dict[str, Location]:
         if part in location.folders
     }
     parts = {part: folder for part, folder in folders.items() if folder and is_dist(folder)}
+    model = location.folders.get(_ADAPTER_MODEL)
+    if model is not None and is_dist(model):
+        return {"model": model}
     return {} if parts.keys() <= {"extra"} else parts
+
+
+def find_unread_optimizer(location: Location) -> Location | None:
+    """Return the directory in which mcore_adapter saved the optimizer apart from the weights."""
+    above = location.get_parent() if location.name == _ADAPTER_MODEL else location
+    return above.folders.get(_ADAPTER_OPTIMIZER)
 
 
 def parse_iteration(path: str) -> int | None:

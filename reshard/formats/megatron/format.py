@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from reshard.core.dtypes import BFLOAT16, FLOAT16, DType
 from reshard.core.location import Location
-from reshard.core.manifest import PARAM, Entry, Manifest
+from reshard.core.manifest import PARAM, Entry, Manifest, UnnamedOptimizer
 from reshard.errors import UnsupportedError
 from reshard.formats.base import Format, ReadHints, Source, Writer
 from reshard.formats.megatron.directory import (
@@ -17,6 +17,7 @@ from reshard.formats.megatron.directory import (
     NAME,
     detect,
     find_checkpoint,
+    find_unread_optimizer,
     is_dist,
     is_fsdp,
     is_local,
@@ -76,7 +77,18 @@ def _read(location: Location, hints: ReadHints) -> Manifest:
     manifest = remainders.complete_masters(
         manifest, may_be_float=not args or args.get(PRECISION_AWARE) is True
     )
-    return beside.add_run_document(manifest, location)
+    return beside.add_run_document(_leave_out_unread(manifest, found), location)
+
+
+def _leave_out_unread(manifest: Manifest, location: Location) -> Manifest:
+    """Return the manifest with the reason why an optimizer apart from the weights is not read."""
+    folder = find_unread_optimizer(location)
+    if folder is None:
+        return manifest
+    reason = f"{folder} is of mcore_adapter (ROLL), whose optimizers reshard does not read"
+    unnamed = UnnamedOptimizer(reason, advice="read only the weights: --weights-only")
+    warnings = (*manifest.warnings, f"the optimizer is left out: {reason}")
+    return replace(manifest, unnamed_optimizers=(folder.name,), unnamed=unnamed, warnings=warnings)
 
 
 def _read_args(manifest: Manifest) -> Mapping[str, Any]:
