@@ -11,7 +11,6 @@ from reshard.checks import names
 from reshard.checks.digests import Digest
 from reshard.checks.gaps import count_unexpected, find_gaps
 from reshard.checks.identity.crosscheck import are_comparable
-from reshard.checks.pairs import select_weights
 from reshard.checks.result import Check, not_applicable
 from reshard.checks.scan import (
     Counterpart,
@@ -87,7 +86,7 @@ def _find_ties(
     manifest: Manifest, config: Mapping[str, Any] | None, shapes: ModelShapes | None
 ) -> Iterator[tuple[Key, Entry]]:
     """Yield (key of the kept tensor, other tensor) of every two stored tensors that are tied."""
-    best = select_weights(manifest)
+    best = manifest.select_weights()
     for copy in manifest.tied_copies:
         yield from _pair_tied(best.get(manifest.kept_name(copy.fqn)), copy)
     for head, kept in _list_declared_ties(manifest, config, shapes):
@@ -103,7 +102,7 @@ def _list_declared_ties(
     manifest: Manifest, config: Mapping[str, Any] | None, shapes: ModelShapes | None
 ) -> Iterator[tuple[str, str]]:
     """Yield the (head, embedding) names that are tied by a config, the model or the optimizer."""
-    best = select_weights(manifest)
+    best = manifest.select_weights()
     pairs = dict(shapes.tied) if shapes else {}
     declared = config.get("tie_word_embeddings") if config else None
     for head, embedding in weights.find_heads(best):

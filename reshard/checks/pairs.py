@@ -67,16 +67,9 @@ def pair(a: Manifest, b: Manifest) -> Paired:
     return paired
 
 
-def select_weights(manifest: Manifest) -> dict[str, Entry]:
-    """Return the most precise value of each weight: its fp32 master weight, else the module's."""
-    best = {entry.fqn: entry for entry in manifest.of_kind(PARAM, BUFFER)}
-    best.update((entry.fqn, entry) for entry in manifest.of_kind(MASTER))
-    return best
-
-
 def collect_tensors(manifest: Manifest) -> dict[PairKey, Entry]:
     """Collect the weights, at their highest precision and under all tied names, and the slots."""
-    tensors = {(WEIGHT, fqn): entry for fqn, entry in select_weights(manifest).items()}
+    tensors = {(WEIGHT, fqn): entry for fqn, entry in manifest.select_weights().items()}
     for alias, kept in manifest.tied.items():
         if (WEIGHT, kept) in tensors:
             # An alias that is stored itself keeps its own value.

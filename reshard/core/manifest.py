@@ -330,6 +330,15 @@ class Manifest:
         """Iterate over the entries of the given kinds, in manifest order."""
         return (entry for entry in self.entries.values() if entry.kind in kinds)
 
+    def select_weights(self) -> dict[str, Entry]:
+        """Return the most precise value of each weight: its fp32 master weight, else the module's.
+
+        Buffers are among them, by their names.
+        """
+        best = {entry.fqn: entry for entry in self.of_kind(PARAM, BUFFER)}
+        best.update((entry.fqn, entry) for entry in self.of_kind(MASTER))
+        return best
+
     def kept_name(self, fqn: str) -> str:
         """Return the name under which a (possibly tied) weight is among the entries."""
         return self.tied.get(fqn, fqn)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, SupportsIndex
 
 from reshard.core.box import Box, Index, contiguous_cuts
 from reshard.core.dtypes import DType
-from reshard.core.manifest import MASTER, WEIGHT_KINDS, Entry, Manifest
+from reshard.core.manifest import WEIGHT_KINDS, Entry, Manifest
 from reshard.engine.move.fill import fill
 from reshard.engine.planning.copies import plan_block
 from reshard.errors import UsageError
@@ -221,8 +221,7 @@ class Checkpoint(Mapping[str, LazyTensor]):
     def __init__(self, manifest: Manifest) -> None:
         self.manifest = manifest
         self._pool = SourceFiles()
-        self._weights = {entry.fqn: entry for entry in manifest.of_kind(*WEIGHT_KINDS[:2])}
-        self._weights.update((entry.fqn, entry) for entry in manifest.of_kind(MASTER))
+        self._weights = manifest.select_weights()
         # A save without frozen weights states ties of weights that it lacks.
         self._tied = {alias: of for alias, of in manifest.tied.items() if of in self._weights}
 

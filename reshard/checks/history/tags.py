@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-from reshard.core.manifest import BUFFER, MASTER, PARAM, WEIGHT_KINDS, Entry, Manifest, ParamGroup
+from reshard.core.manifest import BUFFER, WEIGHT_KINDS, Entry, Manifest, ParamGroup
 from reshard.system.derived import list_files
 
 _HIGHEST = ("initial_lr", "max_lr")  # torch's schedulers keep these in a param group
@@ -62,9 +62,11 @@ class Tag:
     @cached_property
     def weights(self) -> dict[str, Entry]:
         """The float weights by name, each from its fp32 master weight if there is one."""
-        found = {entry.fqn: entry for entry in self.manifest.of_kind(PARAM)}
-        found.update((entry.fqn, entry) for entry in self.manifest.of_kind(MASTER))
-        return {f: e for f, e in found.items() if e.dtype.family == "float" and e.numel}
+        return {
+            fqn: entry
+            for fqn, entry in self.manifest.select_weights().items()
+            if entry.kind != BUFFER and entry.dtype.family == "float" and entry.numel
+        }
 
     @cached_property
     def buffers(self) -> frozenset[str]:

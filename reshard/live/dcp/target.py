@@ -9,7 +9,7 @@ import torch
 from torch.distributed.checkpoint import metadata as torch_metadata
 
 from reshard.core.keys import Edits, edit, remove_wrappers
-from reshard.core.manifest import MASTER, WEIGHT_KINDS, Entry, Manifest
+from reshard.core.manifest import WEIGHT_KINDS, Entry, Manifest
 from reshard.errors import UsageError
 from reshard.training.fresh_adam import find_idle
 
@@ -52,8 +52,7 @@ class State:
         manifest = edit(manifest, Edits()).manifest
         self.path = manifest.origin.path
         self.tied = manifest.tied
-        self.weights = {entry.fqn: entry for entry in manifest.of_kind(*WEIGHT_KINDS[:2])}
-        self.weights.update((entry.fqn, entry) for entry in manifest.of_kind(MASTER))
+        self.weights = manifest.select_weights()
         self.canonical_names = {remove_wrappers(fqn): fqn for fqn in [*self.tied, *self.weights]}
         self.slots = {
             (entry.fqn, entry.kind): entry
