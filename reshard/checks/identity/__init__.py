@@ -7,8 +7,8 @@ crosscheck   compare values that files hold twice: 16-bit weights and their mast
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
-from typing import Any, Literal
+from dataclasses import dataclass, field
+from typing import Literal
 
 from reshard.checks.identity.claims import Conflict, compare_claims, find_conflicts
 from reshard.core.manifest import Manifest, SourceFile
@@ -46,10 +46,6 @@ class Identity:
     trust: Trust
     evidence: list[str] = field(default_factory=list)
     compared: int = 0
-
-    def to_json(self) -> dict[str, Any]:
-        """Return the values of all fields."""
-        return asdict(self)
 
     def __str__(self) -> str:
         if self.trust == "none":

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import PurePath
 from typing import TYPE_CHECKING, Any
 
-from reshard.core.box import Box, Index, contiguous_cuts
+from reshard.core.box import Box, contiguous_cuts
 from reshard.core.chunks import Chunk
 from reshard.core.dtypes import BFLOAT16, FLOAT32, DType
 from reshard.core.manifest import MASTER, PARAM, Entry, Manifest
@@ -113,10 +113,9 @@ def _choose_samples(manifest: Manifest, *, every_element: bool) -> Iterator[_Sam
             if not chunk.box.volume:
                 continue
             own = CopyPlanner(replace(master, chunks=(chunk,)))
-            boxes = (
-                _cut_into_boxes(chunk.box) if every_element else (_choose_box(weight.fqn, chunk),)
-            )
-            for box in boxes:
+            origin, cuts = chunk.box.origin, contiguous_cuts(chunk.box.shape, _EVERY)
+            all_boxes = (cut.shift(origin) for cut in cuts)
+            for box in all_boxes if every_element else [_choose_box(weight.fqn, chunk)]:
                 yield _Sample(
                     weight.fqn,
                     box,
@@ -153,15 +152,6 @@ def _choose_box(fqn: str, chunk: Chunk) -> Box:
         seed, at = divmod(seed * 2654435761 % (1 << 61), extent - own + 1)
         origin.append(start + at)
     return Box(tuple(origin), tuple(shape))
-
-
-def _cut_into_boxes(box: Box) -> Iterator[Box]:
-    for cut in contiguous_cuts(box.shape, _EVERY):
-        yield Box(_add(box.origin, cut.origin), cut.shape)
-
-
-def _add(a: Index, b: Index) -> Index:
-    return tuple(x + y for x, y in zip(a, b, strict=True))
 
 
 def _group_into_batches(samples: Iterator[_Sample]) -> Iterator[list[_Sample]]:
