@@ -25,7 +25,7 @@ from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShard
 from megatron.core.enums import ModelType
 from megatron.core.transformer.enums import AttnBackend
 
-from reshard.testing.megatron.core import TRACKER, find_rank_directory
+from reshard.testing.megatron.core import TRACKER, find_rank_directory, load_legacy
 from tests.judges.megatron_cases import FAMILIES, MULTIPLE, SEQUENCE, SHARDING, Case
 from tests.judges.megatron_data import SAMPLES, choose_micro_batch
 from tests.judges.megatron_models import COMMON, DTYPES, SEED
@@ -56,7 +56,7 @@ def load(run: Run, place: Path, form: str) -> None:
     optimizer of a float32 model is loaded, which autograd refuses.
     """
     base = place / f"iter_{int((place / TRACKER).read_text()):07d}"
-    state = _load_legacy(base) if form == "torch" else _load_dist(run, base)
+    state = load_legacy(base) if form == "torch" else _load_dist(run, base)
     for i, chunk in enumerate(run.chunks):
         chunk.load_state_dict(state["model" if len(run.chunks) == 1 else f"model{i}"], strict=True)
     run.optimizer.load_state_dict(state["optimizer"])
@@ -76,11 +76,6 @@ def _save_legacy(run: Run, args: Namespace, base: Path) -> None:
     # Before core_v0.18.0 only ranks of the second kind: fewer files if TP exceeds EP x ETP.
     if mpu.get_data_parallel_rank() == 0 or mpu.get_expert_data_parallel_rank() == 0:
         torch.save(_state(run, args, None), place / "model_optim_rng.pt")
-
-
-def _load_legacy(base: Path) -> dict[str, Any]:
-    path = find_rank_directory(base) / "model_optim_rng.pt"
-    return torch.load(path, map_location="cpu", weights_only=False)
 
 
 def _save_dist(run: Run, args: Namespace, base: Path, form: str) -> None:

@@ -173,6 +173,14 @@ def mean_over_ranks(loss: Tensor, world: int) -> float:
     return float(total) / world
 
 
+def average_gradient(world: int, parameter: Tensor) -> None:
+    """Average the gradient of a parameter that FSDP does not reduce."""
+    from torch import distributed
+
+    distributed.all_reduce(parameter.grad)
+    parameter.grad /= world
+
+
 def gather_states(own: Any) -> list[Any]:
     """Return the states of all ranks on rank 0, and an empty list on the others.
 

@@ -10,7 +10,6 @@ from functools import partial
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from torch.distributed.checkpoint.state_dict import (
@@ -36,7 +35,7 @@ from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 import reshard.dcp
 from tests.judges import dcp_reader_worker as reader
 from tests.judges import torch_models
-from tests.judges.ranks import mean_over_ranks
+from tests.judges.ranks import average_gradient, mean_over_ranks
 from tests.support.sample_tensors import same
 
 STEPS = 3
@@ -79,12 +78,6 @@ def live(ranks, kind, build, seed=7):
         )
     make = next((OPTIMIZERS[word] for word in said if word in OPTIMIZERS), torch.optim.AdamW)
     return model, make(grouped(model, units=wrapper == "fsdp1" and "orig" not in said), lr=1e-2)
-
-
-def average_gradient(world, parameter):
-    """Average the gradient of a parameter that FSDP does not reduce."""
-    dist.all_reduce(parameter.grad)
-    parameter.grad /= world
 
 
 OPTIMIZERS = {"nadam": torch.optim.NAdam, "asgd": partial(torch.optim.ASGD, t0=1.0)}

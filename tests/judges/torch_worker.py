@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import functools
 import tempfile
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -170,14 +170,8 @@ def _ignore(model: nn.Module, world: int) -> list[nn.Parameter]:
     """Return the parameters that FSDP leaves to the program, which averages their gradients."""
     ignored = [model.odd, model.llama.lm_head.weight]
     for parameter in ignored:
-        parameter.register_post_accumulate_grad_hook(functools.partial(_average_gradient, world))
+        parameter.register_post_accumulate_grad_hook(partial(ranks.average_gradient, world))
     return ignored
-
-
-def _average_gradient(world: int, parameter: Tensor) -> None:
-    """Average the gradient of a parameter that FSDP does not reduce."""
-    dist.all_reduce(parameter.grad)
-    parameter.grad /= world
 
 
 def fsdp2(model: nn.Module, setup: Setup, world: int) -> nn.Module:
@@ -195,7 +189,7 @@ def fsdp2(model: nn.Module, setup: Setup, world: int) -> nn.Module:
         case "only_tensor":
             cut_tensors(model, init_device_mesh(DEVICE_TYPE, (world,), mesh_dim_names=("tp",)))
             return model
-    columns = functools.partial(_by_columns, mesh.size())
+    columns = partial(_by_columns, mesh.size())
     chosen: State = {"shard_placement_fn": columns} if setup.columns else {}
     units = () if setup.policy == "none" else UNITS[setup.policy]
     for module in reversed(list(model.modules())):
@@ -237,7 +231,7 @@ UNITS: dict[str, tuple[type[nn.Module], ...]] = {
 POLICIES = {
     "layer": ModuleWrapPolicy(UNITS["layer"]),
     "nested": ModuleWrapPolicy(UNITS["nested"]),
-    "size": functools.partial(size_based_auto_wrap_policy, min_num_params=3000),
+    "size": partial(size_based_auto_wrap_policy, min_num_params=3000),
     "none": None,
 }
 ENGINES = {
@@ -255,13 +249,13 @@ def make_optimizer(model: nn.Module, setup: Setup) -> torch.optim.Optimizer:
 
 
 OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
-    "adamw": functools.partial(AdamW, lr=1e-2),
-    "fused": functools.partial(AdamW, lr=1e-2, fused=True),
-    "amsgrad": functools.partial(AdamW, lr=1e-2, amsgrad=True),
-    "sgd": functools.partial(SGD, lr=0.1, momentum=0.9),
-    "nadam": functools.partial(NAdam, lr=1e-2),
-    "adafactor": functools.partial(Adafactor, lr=1e-2),
-    "adagrad": functools.partial(Adagrad, lr=1e-2),
+    "adamw": partial(AdamW, lr=1e-2),
+    "fused": partial(AdamW, lr=1e-2, fused=True),
+    "amsgrad": partial(AdamW, lr=1e-2, amsgrad=True),
+    "sgd": partial(SGD, lr=0.1, momentum=0.9),
+    "nadam": partial(NAdam, lr=1e-2),
+    "adafactor": partial(Adafactor, lr=1e-2),
+    "adagrad": partial(Adagrad, lr=1e-2),
 }
 
 
@@ -400,14 +394,14 @@ WHOLE = StateDictOptions(full_state_dict=True)
 FLATTENED = StateDictOptions(flatten_optimizer_state_dict=True)
 WHOLE_FLATTENED = StateDictOptions(full_state_dict=True, flatten_optimizer_state_dict=True)
 MOMENTS: dict[str, Callable[[Live], State]] = {
-    "full": functools.partial(_fsdp_moments, "full"),
-    "sharded": functools.partial(_fsdp_moments, "sharded"),
-    "local": functools.partial(_fsdp_moments, "local"),
+    "full": partial(_fsdp_moments, "full"),
+    "sharded": partial(_fsdp_moments, "sharded"),
+    "local": partial(_fsdp_moments, "local"),
     "rekeyed": _rekeyed,
-    "gets": functools.partial(_gets, StateDictOptions()),
-    "gets_full": functools.partial(_gets, WHOLE),
-    "flattened": functools.partial(_gets, FLATTENED),
-    "flattened_full": functools.partial(_gets, WHOLE_FLATTENED),
+    "gets": partial(_gets, StateDictOptions()),
+    "gets_full": partial(_gets, WHOLE),
+    "flattened": partial(_gets, FLATTENED),
+    "flattened_full": partial(_gets, WHOLE_FLATTENED),
     "raw": lambda live: live.optimizer.state_dict(),
 }
 TYPES = {

@@ -188,7 +188,7 @@ def load(model: GPTModel, place: Path) -> Any:
     overrides = mcore_optimizer.get_standard_config_overrides(settings)
     optimizer = mcore_optimizer.get_megatron_optimizer(settings, [wrapped], overrides)
     base = _find_iteration(place)
-    state = _load_dist(base, model, optimizer) if _is_dist(base) else _load_legacy(base)
+    state = _load_dist(base, model, optimizer) if _is_dist(base) else load_legacy(base)
     wrapped.load_state_dict(state["model"], strict=True)
     optimizer.load_state_dict(state["optimizer"])
     return optimizer
@@ -204,7 +204,8 @@ def find_rank_directory(base: Path) -> Path:
     return base / name
 
 
-def _load_legacy(base: Path) -> dict[str, Any]:
+def load_legacy(base: Path) -> dict[str, Any]:
+    """Return the content of this rank's file in the format ``torch``."""
     path = find_rank_directory(base) / "model_optim_rng.pt"
     return torch.load(path, map_location="cpu", weights_only=False)
 
