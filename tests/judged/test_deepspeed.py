@@ -29,6 +29,18 @@ def find_checkpoint(case, made):
     return pointer.parent
 
 
+@pytest.fixture(scope="module")
+def expected(case, made):
+    return read_expected(made / case)
+
+
+@pytest.fixture(scope="module")
+def checkpoint(case, made):
+    """Open a case once for all tests of it."""
+    with reshard.open(find_checkpoint(case, made)) as opened:
+        yield opened
+
+
 def assert_equal(got, want, name):
     assert got.shape == want.shape, name
     assert torch.equal(got.to(want.dtype), want), name
@@ -46,6 +58,13 @@ def assert_weights(merged, expected, *, without=()):
         assert merged[name].dtype == value.dtype, name
 
 
+def assert_slots(checkpoint, expected):
+    for slot, tensors in expected["slots"].items():
+        held = checkpoint.optimizer(slot)
+        for name, value in tensors.items():
+            assert_equal(held[name][...], value, f"{slot} of {name}")
+
+
 def list_unsaved(case, expected):
     """Return what DeepSpeed leaves out: frozen and empty parameters under exclude_frozen."""
     if not CASES[case].exclude_frozen:
@@ -54,9 +73,8 @@ def list_unsaved(case, expected):
     return set(expected["frozen"]) | (empty if "z3" in case else set())
 
 
-@pytest.mark.parametrize("case", MERGED)
-def test_fp32_merge_is_what_deepspeed_reports(case, made, tmp_path):
-    expected = read_expected(made / case)
+@pytest.mark.parametrize("case", MERGED, scope="module")
+def test_fp32_merge_is_what_deepspeed_reports(case, made, expected, tmp_path):
     report = reshard.merge(find_checkpoint(case, made), tmp_path / "x.safetensors", dtype="fp32")
     merged = load_file(tmp_path / "x.safetensors")
     assert_weights(merged, expected, without=list_unsaved(case, expected))
@@ -64,9 +82,10 @@ def test_fp32_merge_is_what_deepspeed_reports(case, made, tmp_path):
     assert report.dropped_aliases == expected["tied"]
 
 
-@pytest.mark.parametrize("case", [name for name in MERGED if CASES[name].exclude_frozen])
-def test_the_base_model_supplies_weights_that_deepspeed_left_out(case, made, tmp_path):
-    expected = read_expected(made / case)
+@pytest.mark.parametrize(
+    "case", [name for name in MERGED if CASES[name].exclude_frozen], scope="module"
+)
+def test_the_base_model_supplies_weights_that_deepspeed_left_out(case, made, expected, tmp_path):
     trained = {name: value.float() + 1 for name, value in expected["params"].items()}
     aliases = {alias: trained[kept].clone() for alias, kept in expected["tied"].items()}
     save_file({**trained, **expected["frozen"], **aliases}, tmp_path / "base.safetensors")
@@ -87,9 +106,8 @@ def test_a_split_says_that_deepspeed_requires_left_out_weights(stage, is_needed,
     assert any("load_module_strict=False" in note for note in notes) == is_needed
 
 
-@pytest.mark.parametrize("case", MERGED)
-def test_default_merge_is_the_live_module(case, made, tmp_path):
-    expected = read_expected(made / case)
+@pytest.mark.parametrize("case", MERGED, scope="module")
+def test_default_merge_is_the_live_module(case, made, expected, tmp_path):
     reshard.merge(find_checkpoint(case, made), tmp_path / "x.safetensors")
     merged = load_file(tmp_path / "x.safetensors")
     for name in merged.keys() & expected["live"].keys():
@@ -97,55 +115,44 @@ def test_default_merge_is_the_live_module(case, made, tmp_path):
         assert torch.equal(merged[name], expected["live"][name]), name
 
 
-@pytest.mark.parametrize("case", MERGED)
-def test_optimizer_slots_are_what_deepspeed_reports(case, made):
-    expected = read_expected(made / case)
+@pytest.mark.parametrize("case", MERGED, scope="module")
+def test_optimizer_slots_are_what_deepspeed_reports(case, checkpoint, expected):
     assert set(expected["slots"]) == set(CASES[case].slots)
-    with reshard.open(find_checkpoint(case, made)) as checkpoint:
-        for slot, tensors in expected["slots"].items():
-            held = checkpoint.optimizer(slot)
-            for name, value in tensors.items():
-                assert_equal(held[name][...], value, f"{slot} of {name}")
+    assert_slots(checkpoint, expected)
 
 
-@pytest.mark.parametrize("case", MERGED)
-def test_train_state_is_the_engines(case, made):
-    expected = read_expected(made / case)["train"]
-    tied = read_expected(made / case)["tied"]
-    with reshard.open(find_checkpoint(case, made)) as checkpoint:
-        state = checkpoint.manifest.train
-    assert state.step == expected["step"]
-    assert state.skipped_steps == expected["skipped"]
-    assert state.samples == expected["samples"]
-    assert state.scheduler == expected["scheduler"]
-    for key, value in expected["client_state"].items():
+@pytest.mark.parametrize("case", MERGED, scope="module")
+def test_train_state_is_the_engines(case, checkpoint, expected):
+    state, told, tied = checkpoint.manifest.train, expected["train"], expected["tied"]
+    assert state.step == told["step"]
+    assert state.skipped_steps == told["skipped"]
+    assert state.samples == told["samples"]
+    assert state.scheduler == told["scheduler"]
+    for key, value in told["client_state"].items():
         assert state.client[key] == value
     if state.scaler is not None:
-        assert state.scaler["cur_scale"] == expected["loss_scale"]
-    assert len(state.param_groups) == len(expected["param_groups"])
-    for group, wanted in zip(state.param_groups, expected["param_groups"], strict=True):
+        assert state.scaler["cur_scale"] == told["loss_scale"]
+    assert len(state.param_groups) == len(told["param_groups"])
+    for group, wanted in zip(state.param_groups, told["param_groups"], strict=True):
         assert set(group.fqns) == {tied.get(name, name) for name in wanted["fqns"]}
         if group.hyper:  # elastic_checkpoint stores none
             assert group.hyper["lr"] == wanted["lr"]
             assert group.hyper["weight_decay"] == wanted["weight_decay"]
 
 
-@pytest.mark.parametrize("case", MERGED)
-def test_optimizer_steps_by_name(case, made):
-    expected = read_expected(made / case)
-    with reshard.open(find_checkpoint(case, made)) as checkpoint:
-        steps = checkpoint.manifest.train.optimizer_step
+@pytest.mark.parametrize("case", MERGED, scope="module")
+def test_optimizer_steps_by_name(case, checkpoint, expected):
+    steps = checkpoint.manifest.train.optimizer_step
     for name, step in expected["optimizer_steps"].items():
         if name in steps:
             assert steps[name] == step, name
 
 
-@pytest.mark.parametrize("case", HUGGING_FACE)
+@pytest.mark.parametrize("case", HUGGING_FACE, scope="module")
 @pytest.mark.parametrize("max_shard_bytes", [50_000, 10**9])
-def test_transformers_computes_the_same_logits(case, max_shard_bytes, made, tmp_path):
+def test_transformers_computes_the_same_logits(case, max_shard_bytes, made, expected, tmp_path):
     from transformers import AutoModelForCausalLM
 
-    expected = read_expected(made / case)
     source = find_checkpoint(case, made)
     reshard.merge(source, tmp_path / "m", dtype="fp32", max_shard_bytes=max_shard_bytes)
     model, info = AutoModelForCausalLM.from_pretrained(
@@ -159,18 +166,14 @@ def test_transformers_computes_the_same_logits(case, max_shard_bytes, made, tmp_
     assert torch.equal(logits, expected["logits"])
 
 
-@pytest.mark.parametrize("case", UNIVERSAL)
-def test_universal_directory_holds_the_same_state(case, made, tmp_path):
-    expected = read_expected(made / case)
+@pytest.mark.parametrize("case", UNIVERSAL, scope="module")
+def test_universal_directory_holds_the_same_state(case, made, expected, tmp_path):
     universal = made / case / "universal"
     reshard.merge(universal, tmp_path / "x.safetensors", dtype="fp32")
     merged = load_file(tmp_path / "x.safetensors")
     assert_weights(merged, expected)
     with reshard.open(universal) as checkpoint:
-        for slot, tensors in expected["slots"].items():
-            held = checkpoint.optimizer(slot)
-            for name, value in tensors.items():
-                assert_equal(held[name][...], value, f"{slot} of {name}")
+        assert_slots(checkpoint, expected)
         assert checkpoint.manifest.train.step == expected["train"]["step"]
 
 
@@ -189,10 +192,7 @@ def test_offload_to_disk(case, made, tmp_path, request):
     reshard.merge(find_checkpoint(case, made), tmp_path / "x.safetensors", dtype="fp32")
     assert_weights(load_file(tmp_path / "x.safetensors"), expected)
     with reshard.open(find_checkpoint(case, made)) as checkpoint:
-        for slot, tensors in expected["slots"].items():
-            held = checkpoint.optimizer(slot)
-            for name, value in tensors.items():
-                assert_equal(held[name][...], value, f"{slot} of {name}")
+        assert_slots(checkpoint, expected)
 
 
 @pytest.mark.parametrize("case", ["z2_bf16_ws4", "z3_subgroups_groups"])
