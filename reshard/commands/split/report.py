@@ -100,6 +100,16 @@ def describe_split(
     if copied:
         report.kept.append(f"{', '.join(copied)}: copied byte for byte")
     report.notes += copied_files.describe_lost_models(manifest.train.hook_files, copied)
+    _report_masters(manifest, request, report)
+    _report_optimizer(state, request, report)
+    report.dropped += _list_values_of_training(manifest, writer, request)
+    if not request.weights_only:
+        report.warnings += batch.describe_positions(manifest, request.world_size)
+    return report
+
+
+def _report_masters(manifest: Manifest, request: Request, report: SplitReport) -> None:
+    """Report the master weights that are kept, and those that are dropped of frozen parameters."""
     masters = {entry.fqn for entry in manifest.of_kind(MASTER)}
     rounded = masters & manifest.frozen if request.separate_masters else set()
     if masters - rounded:
@@ -108,22 +118,23 @@ def describe_split(
         report.dropped.append(
             f"fp32 master weights of {units.counted(len(rounded), 'parameter')} frozen from now on"
         )
+
+
+def _report_optimizer(state: WritableState, request: Request, report: SplitReport) -> None:
+    """Report the state of the optimizer as kept, dropped or new."""
+    train = state.manifest.train
     is_new = bool(state.zero_slots) and not state.has_stored_slots
+    if is_new:
+        report.derived += _note_cast_masters(state, request)
     if state.groups and not is_new:
         names = ", ".join(state.slots) or "no optimizer tensors, as the optimizer has none"
         groups = units.counted(len(state.groups), "param group")
-        is_counted = manifest.train.step is not None or manifest.train.optimizer_step
+        is_counted = train.step is not None or train.optimizer_step
         step = f"step {state.step}" if is_counted else "no count of steps"
         report.kept.append(f"{names}; {step}; {groups}")
-    elif before:
+    elif report.optimizer_tensors_in:
         why = "--init-optimizer zeros" if state.groups else request.weights_option
-        report.dropped.append(f"{len(before)} optimizer tensors ({why})")
-    report.dropped += _list_values_of_training(manifest, writer, request)
-    if is_new:
-        report.derived += _note_cast_masters(state, request)
-    if not request.weights_only:
-        report.warnings += batch.describe_positions(manifest, request.world_size)
-    return report
+        report.dropped.append(f"{report.optimizer_tensors_in} optimizer tensors ({why})")
 
 
 def _list_values_of_training(manifest: Manifest, writer: Writer, request: Request) -> Iterator[str]:
