@@ -251,7 +251,7 @@ def check_slots(manifest: Manifest) -> Check:
     states = _collect_states(manifest)
     if not states:
         return not_applicable(names.SLOTS, "the checkpoint has no optimizer state")
-    shapes = {entry.fqn: entry.shape for entry in manifest.of_kind(*WEIGHT_KINDS)}
+    shapes = manifest.weight_shapes
     slot_names = list(dict.fromkeys(kind for kinds in states.values() for kind in kinds))
     check = Check(names.SLOTS, f"{', '.join(slot_names)} of {counted(len(states), 'parameter')}")
     for members in _group_by_settings(manifest, list(states)):
@@ -294,7 +294,7 @@ def check_model(manifest: Manifest, shapes: ModelShapes | None) -> Check:
     """Check that names and shapes match the model."""
     if shapes is None:
         return not_applicable(names.MODEL, "--model is not given")
-    stored = {entry.fqn: entry.shape for entry in manifest.of_kind(*WEIGHT_KINDS)}
+    stored = manifest.weight_shapes
     expected, tied = {**shapes.parameters, **shapes.buffers}, shapes.tied
     published = shapes.find_published(stored)
     if published is not None:

@@ -330,6 +330,11 @@ class Manifest:
         """Iterate over the entries of the given kinds, in manifest order."""
         return (entry for entry in self.entries.values() if entry.kind in kinds)
 
+    @property
+    def weight_shapes(self) -> dict[str, Index]:
+        """The shape of each weight and buffer by name, in manifest order."""
+        return {entry.fqn: entry.shape for entry in self.of_kind(*WEIGHT_KINDS)}
+
     def select_weights(self) -> dict[str, Entry]:
         """Return the most precise value of each weight: its fp32 master weight, else the module's.
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from reshard.core.dtypes import DType
-from reshard.core.manifest import WEIGHT_KINDS, Entry, Key, Manifest, ParamGroup, index_entries
+from reshard.core.manifest import Entry, Key, Manifest, ParamGroup, index_entries
 from reshard.errors import CorruptError, UsageError
 
 NewNames = Callable[[str], tuple[str, ...]]
@@ -30,7 +30,7 @@ def replace_tensors(
     """
     old = manifest.train
     sources: dict[str, list[str]] = {}
-    for fqn in dict.fromkeys(e.fqn for e in manifest.of_kind(*WEIGHT_KINDS)):
+    for fqn in manifest.weight_shapes:
         for name in names(fqn):
             sources.setdefault(name, []).append(fqn)
     groups = tuple(ParamGroup(g.hyper, _rename_all(g.fqns, names)) for g in old.param_groups)

@@ -59,8 +59,7 @@ def refuse_beside_ranks(manifest: Manifest, empty: Sequence[str]) -> None:
         IncompleteError: there is such a checkpoint; the message names it.
     """
     if empty and _find_ranks(manifest):
-        weights = {entry.fqn for entry in manifest.of_kind(*WEIGHT_KINDS)}
-        raise _build_incomplete_error(manifest, empty, len(weights))
+        raise _build_incomplete_error(manifest, empty, len(manifest.weight_shapes))
 
 
 def find(manifest: Manifest, names: Collection[str] | None = None) -> list[str]:

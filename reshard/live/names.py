@@ -11,7 +11,7 @@ from collections.abc import Collection, Iterator
 from dataclasses import dataclass, replace
 
 from reshard.core.keys import WITHOUT_DDP, Edits, edit, remove_wrappers, strip_wrappers
-from reshard.core.manifest import BUFFER, PARAM, WEIGHT_KINDS, Manifest
+from reshard.core.manifest import BUFFER, PARAM, Manifest
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +73,7 @@ def _change_prefix(manifest: Manifest, fqns: Collection[str]) -> tuple[Manifest,
 
 def _list_names(manifest: Manifest) -> set[str]:
     """Return the names of all weights, tied ones too."""
-    return {entry.fqn for entry in manifest.of_kind(*WEIGHT_KINDS)} | manifest.tied.keys()
+    return manifest.weight_shapes.keys() | manifest.tied.keys()
 
 
 def _mark_buffers(manifest: Manifest, fqns: Collection[str]) -> Manifest:

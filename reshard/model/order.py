@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from reshard.core.box import Index
 from reshard.core.dtypes import DType
-from reshard.core.manifest import BUFFER, PARAM, WEIGHT_KINDS, Entry, Manifest
+from reshard.core.manifest import BUFFER, PARAM, Entry, Manifest
 from reshard.errors import IncompleteError, UnsupportedError, UsageError
 from reshard.model.shapes import ModelShapes
 from reshard.units import counted, some
@@ -21,7 +21,7 @@ def restore_memory_form(manifest: Manifest, model: ModelShapes) -> Manifest:
 
     Weights of another model stay as they are.
     """
-    published = model.find_published(entry.fqn for entry in manifest.of_kind(*WEIGHT_KINDS))
+    published = model.find_published(manifest.weight_shapes)
     if published is None or not published.fits(manifest):
         return manifest
     return published.restore_memory_form(manifest)
@@ -59,7 +59,7 @@ def match_weights(manifest: Manifest, model: ModelShapes) -> Manifest:
 
 def order_by_model(manifest: Manifest, model: ModelShapes) -> Manifest:
     """Return a training state in the model's order, param groups included."""
-    stored = {entry.fqn: entry.shape for entry in manifest.of_kind(*WEIGHT_KINDS)}
+    stored = manifest.weight_shapes
     _check_weights(stored, model)
     positions = {fqn: number for number, fqn in enumerate((*model.parameters, *model.buffers))}
     order = {fqn: positions[model.tied.get(fqn, fqn)] for fqn in stored}

@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal
 
 from reshard.core.box import Index
-from reshard.core.manifest import WEIGHT_KINDS, Manifest
+from reshard.core.manifest import Manifest
 from reshard.core.renames import rename_some
 from reshard.errors import ReshardError, UnsupportedError, UsageError
 from reshard.model.build import build, build_configured
@@ -76,7 +76,7 @@ class Published:
             UsageError: the weights belong to another model.
         """
         conversion = self.conversion
-        stored = {*_list_weights(manifest)} - self.unsaved
+        stored = manifest.weight_shapes.keys() - self.unsaved
         foreign = stored - conversion.after.keys() - self.spellings.keys()
         unknown = {
             "memory": stored - conversion.before.keys(),
@@ -120,7 +120,7 @@ class Published:
         """Return whether weights are in the published form, and the model has all in memory."""
         try:
             is_published = self.recognize_form(manifest) == "published"
-            return is_published and not self._list_mtp(_list_weights(manifest))
+            return is_published and not self._list_mtp(manifest.weight_shapes)
         except UsageError:
             return False
 
@@ -153,7 +153,7 @@ class Published:
             UnsupportedError: the state has layers that the model does not have in memory.
         """
         stored = dict.fromkeys(entry.fqn for entry in manifest.entries.values())
-        beside = self._list_mtp(_list_weights(manifest))
+        beside = self._list_mtp(manifest.weight_shapes)
         if beside:
             raise UnsupportedError(
                 self.conversion.model,
@@ -207,10 +207,6 @@ def trace_published(root: nn.Module, source: str) -> Published | None:
     return Published(
         conversion, aliases, unsaved, spellings, _match_mtp(root), _match_ignored(root)
     )
-
-
-def _list_weights(manifest: Manifest) -> list[str]:
-    return [entry.fqn for entry in manifest.of_kind(*WEIGHT_KINDS)]
 
 
 def _match_mtp(root: Any) -> re.Pattern[str] | None:

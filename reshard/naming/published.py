@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from reshard.containers.json_files import read_json_object
 from reshard.core.box import Index
-from reshard.core.manifest import WEIGHT_KINDS, Manifest
+from reshard.core.manifest import Manifest
 from reshard.errors import UnsupportedError, UsageError
 from reshard.model import library
 from reshard.model.adapter_names import find_saved_names
@@ -156,14 +156,14 @@ def restore_memory_form(manifest: Manifest, *, may_be_former: bool = False) -> M
         restored = published.restore_memory_form(manifest)
     except (UsageError, UnsupportedError):  # other weights, or a model that transformers lacks
         return None
-    stored = {entry.fqn for entry in restored.of_kind(*WEIGHT_KINDS)}
+    stored = restored.weight_shapes
     shared = {alias: kept for alias, kept in published.aliases.items() if alias not in stored}
     return replace(restored, tied={**shared, **restored.tied})
 
 
 def _may_differ(manifest: Manifest, config: Mapping[str, Any]) -> bool:
     """Return whether names have to be compared with the model's, which takes seconds to build."""
-    names = {entry.fqn for entry in manifest.of_kind(*WEIGHT_KINDS)} | manifest.tied.keys()
+    names = manifest.weight_shapes.keys() | manifest.tied.keys()
     if (
         library.may_be_converted(config)
         or library.may_be_tied(config, names)
@@ -185,16 +185,16 @@ def _convert(manifest: Manifest, published: Published, names: Names | None) -> C
         back = published.restore_memory_form(manifest)
         return ChosenForm(back, (f"names as in memory of {conversion.model}",))
     if form == "published":
-        stored = {entry.fqn for entry in manifest.of_kind(*WEIGHT_KINDS)}
-        is_former = not stored.isdisjoint(published.spellings)  # transformers loads them, too
+        # transformers loads names of former releases, too.
+        is_former = not published.spellings.keys().isdisjoint(manifest.weight_shapes)
         shapes = {} if is_former else published.written
         return ChosenForm(manifest, (), published.list_aliases(), shapes)
     manifest, notes = _leave_out_unsaved(manifest, published)
     manifest = _keep_written_names(manifest, published.aliases)
     if not conversion.changes_nothing:
-        before = len({entry.fqn for entry in manifest.of_kind(*WEIGHT_KINDS)})
+        before = len(manifest.weight_shapes)
         manifest = conversion.apply(manifest)
-        after = len({entry.fqn for entry in manifest.of_kind(*WEIGHT_KINDS)})
+        after = len(manifest.weight_shapes)
         notes.append(
             f"names as save_pretrained of {conversion.model} writes them ({before} tensors in"
             f" memory, {after} in files); --names module keeps those in memory"

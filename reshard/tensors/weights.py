@@ -56,12 +56,12 @@ def select(manifest: Manifest, dtype: str | None, keep_fp32: Sequence[str] = ())
         UnrecognisedError: there are no weights.
     """
     target = None if dtype == "keep" else dtypes.parse_float("--dtype", dtype)
-    masters = {entry.fqn: entry for entry in manifest.of_kind(MASTER)}
+    best = manifest.select_weights()
     plain = {entry.fqn: entry for entry in manifest.of_kind(PARAM, BUFFER)}
     patterns = keys.compile_patterns(keep_fp32, "--keep-fp32")
     result = Weights()
-    for fqn in dict.fromkeys(e.fqn for e in manifest.of_kind(PARAM, BUFFER, MASTER)):
-        source = masters.get(fqn) or plain[fqn]
+    for fqn in manifest.weight_shapes:
+        source = best[fqn]
         written = _choose_dtype(manifest, source, target, dtype)
         if source.kind == MASTER and fqn in plain and written == plain[fqn].dtype:
             # Its optimizer rounded a computed master half up, where `merge` rounds half to even.

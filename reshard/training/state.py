@@ -15,7 +15,6 @@ from reshard.core.box import Index
 from reshard.core.dtypes import DType
 from reshard.core.manifest import (
     BUFFER,
-    MASTER,
     PARAM,
     WEIGHT_KINDS,
     Entry,
@@ -186,11 +185,10 @@ def build_writable_state(
             torchtitan 0.3 trains a projection ``wqkv`` and saves its weight as ``wq``, ``wk`` and
             ``wv`` (``models/common/attention.py``, ``FusedQKVLinear``).
     """
-    masters = {entry.fqn: entry for entry in manifest.of_kind(MASTER)}
+    best = manifest.select_weights()
     stored = {entry.fqn: entry for entry in manifest.of_kind(PARAM, BUFFER)}
     weights = {
-        fqn: _build_weight(manifest, fqn, masters.get(fqn), stored.get(fqn))
-        for fqn in dict.fromkeys(e.fqn for e in manifest.of_kind(*WEIGHT_KINDS))
+        fqn: _build_weight(manifest, best[fqn], stored.get(fqn)) for fqn in manifest.weight_shapes
     }
     if weights_only:
         return WritableState(manifest, tuple(weights.values()), groups=())
@@ -198,20 +196,15 @@ def build_writable_state(
     return WritableState(manifest, tuple(weights.values()), groups)
 
 
-def _build_weight(
-    manifest: Manifest, fqn: str, master: Entry | None, stored: Entry | None
-) -> Weight:
-    value = master or stored
-    if value is None:  # the caller lists only names that have one of them
-        raise AssertionError(fqn)
-    dtype = manifest.trained_dtypes.get(fqn)
+def _build_weight(manifest: Manifest, value: Entry, stored: Entry | None) -> Weight:
+    dtype = manifest.trained_dtypes.get(value.fqn)
     # Best evidence first: what the reader knows, the stored weight, the run's precision.
     if dtype is None and stored is not None:
         dtype = stored.dtype
     if dtype is None and manifest.origin.precision:
         dtype = dtypes.parse(manifest.origin.precision)
     is_buffer = stored is not None and stored.kind == BUFFER
-    return Weight(fqn, value.shape, value, dtype or value.dtype, is_buffer)
+    return Weight(value.fqn, value.shape, value, dtype or value.dtype, is_buffer)
 
 
 def _build_groups(

@@ -10,7 +10,7 @@ from reshard import formats
 from reshard.commands.merge.passes import Adapter, Merge
 from reshard.containers import safetensors_shards as writer
 from reshard.core import keys
-from reshard.core.manifest import WEIGHT_KINDS, Entry, Manifest, OutputFile, Skeleton
+from reshard.core.manifest import Entry, Manifest, OutputFile, Skeleton
 from reshard.errors import IncompleteError, ReshardError, UnsupportedError, UsageError
 from reshard.model import adapter_names as names
 from reshard.model.adapter_names import AdapterPart
@@ -68,7 +68,7 @@ def select_adapter(merge: Merge) -> Merge:
     """
     manifest, near = merge.manifest, merge.list_config_places()
     where = manifest.origin.path
-    shapes = {entry.fqn: entry.shape for entry in manifest.of_kind(*WEIGHT_KINDS)}
+    shapes = manifest.weight_shapes
     tied = {
         alias: kept for alias, kept in manifest.tied.items() if _find_role(alias) != names.TOKENS
     }

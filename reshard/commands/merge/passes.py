@@ -16,7 +16,7 @@ from reshard.containers.json_files import format_json
 from reshard.core import keys
 from reshard.core.box import Index
 from reshard.core.location import get_directory
-from reshard.core.manifest import WEIGHT_KINDS, Skeleton, find_main_dtype
+from reshard.core.manifest import Skeleton, find_main_dtype
 from reshard.errors import CorruptError, IncompleteError
 from reshard.formats.base import Conversion
 from reshard.model import ModelHint
@@ -151,8 +151,7 @@ def refuse_other_model(merge: Merge) -> Merge:
     if options.model is None or has_other_names:
         return merge
     bare = keys.edit(manifest, keys.Edits(strip_wrappers=options.edits.strip_wrappers)).manifest
-    shapes = {entry.fqn: entry.shape for entry in bare.of_kind(*WEIGHT_KINDS)}
-    refuse_other_shapes(shapes, ModelHint(options.model, options.wrap).shapes())
+    refuse_other_shapes(bare.weight_shapes, ModelHint(options.model, options.wrap).shapes())
     return merge
 
 

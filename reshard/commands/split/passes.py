@@ -141,8 +141,7 @@ def resolve_model(
         shapes = ModelHint(options.model, options.wrap).shapes()
     if not may_be_published(manifest):
         if shapes is not None and options.model:
-            stored = {entry.fqn: entry.shape for entry in manifest.of_kind(*WEIGHT_KINDS)}
-            refuse_other_shapes(stored, shapes)
+            refuse_other_shapes(manifest.weight_shapes, shapes)
         if given is not None and not manifest.ordered:
             conversion = conversion.with_manifest(order_by_model(manifest, given))
         return conversion, shapes

@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable
 
-from reshard.core.manifest import WEIGHT_KINDS, Manifest
+from reshard.core.manifest import Manifest
 from reshard.formats.deepspeed.directory import NAME
 
 NEOX = "neox"
@@ -21,7 +21,7 @@ def find_dialect(manifest: Manifest) -> str | None:
     """Return the naming scheme of a DeepSpeed pipeline, as tables call it; else None."""
     if manifest.origin.format != NAME:
         return None
-    return detect_dialect(entry.fqn for entry in manifest.of_kind(*WEIGHT_KINDS))[0]
+    return detect_dialect(manifest.weight_shapes)[0]
 
 
 def detect_dialect(names: Iterable[str]) -> tuple[str | None, int]:

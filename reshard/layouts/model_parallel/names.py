@@ -85,7 +85,7 @@ class _Renaming:
         # A dict as an ordered set: the tensors of every layer give the same notes.
         self.notes: dict[str, None] = {}
         self.repeated: set[str] = set()  # tensors of which the source has copies
-        self.shapes = {e.fqn: e.shape for e in manifest.of_kind(*WEIGHT_KINDS)}
+        self.shapes = manifest.weight_shapes
         self._new: dict[str, tuple[str, ...]] = {}
 
     def rename(self) -> RenamedState:
