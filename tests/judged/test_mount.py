@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -212,8 +213,6 @@ def test_a_server_that_is_killed_leaves_errors_and_can_be_cleaned_up(mounted, pl
 
 
 def test_a_source_that_disappears_is_an_error_not_other_bytes(mounted, place, tmp_path):
-    import shutil
-
     run = Path(shutil.copytree(RUN, tmp_path / "run"))
     server = mounted(run)
     for path in run.rglob("*.pt"):

@@ -6,6 +6,7 @@ it by name. The table stands in docs/proof.md too, and must be this one.
 
 from __future__ import annotations
 
+import json
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
@@ -106,8 +107,6 @@ def _another_head(source):
 
 
 def _overlapping(header):
-    import json
-
     about = json.loads(header["__metadata__"]["DCP_SHARDING_INFO"])
     fqn = next(f for f, held in about.items() if any(held["saved_offsets"]))
     about[fqn]["saved_offsets"] = [n - 1 if n else n for n in about[fqn]["saved_offsets"]]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 
 import pytest
@@ -317,8 +318,6 @@ def test_a_model_that_is_nowhere_is_refused(tmp_path, monkeypatch):
 
 
 def test_a_cached_model_is_found(tmp_path, monkeypatch):
-    import json
-
     monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
     folder = tmp_path / "models--meta--llama"
     (folder / "refs").mkdir(parents=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import shutil
+import time
 from pathlib import Path
 
 import numpy as np
@@ -52,8 +53,6 @@ def save_at_once(ranks, jobs):
 
 def save_slowly(ranks, jobs):
     """Train with saves that are still being written while later steps run."""
-    import time
-
     from trainer.checkpoint import contents
 
     write = contents.TorchFile.write

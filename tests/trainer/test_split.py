@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from pathlib import Path
 
 import pytest
 
@@ -85,7 +86,7 @@ def test_every_strategy_into_every_other(halves, unbroken, tmp_path, world):
         place = tmp_path / f"{source}-{target}".replace(" ", "_")
         options = {}
         if "local" in source or "local" in target:
-            (config,) = {path.parent for path in _below(halves[source], "config.json")}
+            (config,) = {path.parent for path in Path(halves[source]).rglob("config.json")}
             options = {"model": str(config), "wrap": WRAP}
         reshard.split(halves[source], place, world_size=world, **WRITTEN[target], **options)
         jobs[source, target] = {
@@ -105,9 +106,3 @@ def test_every_strategy_into_every_other(halves, unbroken, tmp_path, world):
             assert run.digest == unbroken.digest, (source, target)
         else:
             assert run.values() == pytest.approx(rest, rel=NOISE), (source, target)
-
-
-def _below(directory, name):
-    from pathlib import Path
-
-    return Path(directory).rglob(name)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from fractions import Fraction
 
 import pytest
@@ -51,14 +52,12 @@ def rates(optimizer, scheduler, processes, updates):
 
 def as_read(value):
     """Return the state as the reader of a file has it, which keeps a Counter as a description."""
-    if type(value).__name__ == "Counter":
+    if isinstance(value, Counter):
         return Call("collections.Counter", (dict(value),))
     return value
 
 
 def as_loaded(value):
-    from collections import Counter
-
     return Counter(value.args[0]) if isinstance(value, Call) else value
 
 
