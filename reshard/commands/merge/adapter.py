@@ -128,7 +128,7 @@ def _find_name_in_tensors(
                 f"contains no adapter of {', '.join(names.METHODS)}",
                 configs.SAVE_WITH_PEFT,
             )
-        raise UsageError(where, "contains no PEFT adapter", "leave out --adapter")
+        raise UsageError(where, "contains no PEFT adapter", "leave out --adapter and --merge-lora")
     if present == [""]:
         return ""
     if name not in present:

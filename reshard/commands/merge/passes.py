@@ -299,11 +299,12 @@ def note_missing(merge: Merge) -> Merge:
     named = {entry.fqn for entry, _ in chosen.tensors} | chosen.dropped_aliases.keys()
     missing = [fqn for fqn in merge.shapes if fqn not in named.union(merge.manifest.absent)]
     if of_layers := list_missing_in_layers(missing, named, merge.shapes):
+        count = counted(len(of_layers), "tensor")
         complete = f"take them from another model with {FILL} MODEL"
         raise IncompleteError(
             merge.manifest.origin.path,
-            f"the model of config.json has {counted(len(of_layers), 'tensor')} in its layers that"
-            f" the checkpoint lacks: {some(of_layers)}",
+            f"the model of config.json has {count} in its layers that the checkpoint lacks:"
+            f" {some(of_layers)}",
             f"merge the base alone first, and {complete}"
             if merge.addition
             else f"{complete}, or write what the checkpoint has, under its own names, with"
