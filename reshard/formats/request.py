@@ -44,7 +44,7 @@ class Request:
     """The options of an output, complete except for what its writer decides.
 
     Args:
-        file: name of the output, if it is one file.
+        file: name of the output, if it is one file; None: a directory.
         dtype: dtype of the module's parameters; None: as trained.
         weights_option: the option that asks for weights only, for messages.
         rank_files: whether there is a file per rank in a layout that is DCP by default.
@@ -74,7 +74,7 @@ class Request:
     """
 
     world_size: int
-    file: str = "checkpoint.pt"
+    file: str | None = None
     parallel: Sizes = ONE
     zero_stage: int = 2
     dtype: DType | None = None

@@ -40,8 +40,9 @@ def test_a_merged_directory_names_the_class_of_the_model(tmp_path):
     )
 
 
-def test_a_converted_file(tmp_path):
-    state = load(reshard.split(LLAMA, tmp_path / "state.pt", to="torch"))
+@pytest.mark.parametrize("name", ["state.pt", "folder"])
+def test_a_converted_file(name, tmp_path):
+    state = load(reshard.split(LLAMA, tmp_path / name, to="torch"))
     assert state
 
 

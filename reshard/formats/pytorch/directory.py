@@ -16,6 +16,7 @@ from reshard.formats import huggingface
 from reshard.formats.dcp import directory as dcp
 
 NAME = "torch"
+FILE = "checkpoint.pt"  # that `split --to torch` writes into a directory
 _FOLDER = re.compile(r"(pytorch_)?(model|optim(izer)?s?)(_fsdp)?(_\d+)?")
 # NeMo RL 0.4 ``native_checkpoint.py``; elsewhere, a folder ``weights`` is a whole checkpoint.
 _WEIGHTS, _OPTIMIZER = "weights", "optimizer"

@@ -12,7 +12,7 @@ from reshard.core.manifest import Manifest, Skeleton
 from reshard.errors import UsageError
 from reshard.formats import registry
 from reshard.formats.base import Format, ReadHints, Source, StateConversion, Writer
-from reshard.formats.pytorch.directory import NAME, detect, detect_loosely
+from reshard.formats.pytorch.directory import FILE, NAME, detect, detect_loosely
 from reshard.training import trainer_run
 
 if TYPE_CHECKING:
@@ -298,6 +298,12 @@ class Torch(_TorchWriter):
     load_line = 'torch.load("{path}")'
     weights_alone = True
     writes_file = True
+
+    def describe_load(self, request: Request) -> str:
+        """Return the line that loads the file, which may be in a directory."""
+        return (
+            self.load_line if request.file else self.load_line.replace("{path}", f"{{path}}/{FILE}")
+        )
 
 
 def _translate(manifest: Manifest) -> tuple[Manifest, list[str]]:

@@ -16,7 +16,7 @@ from reshard.formats import registry
 from reshard.formats.dcp import saved_keys
 from reshard.formats.dcp import writer as dcp
 from reshard.formats.fsdp import flat_files, rank_files
-from reshard.formats.pytorch.directory import NAME
+from reshard.formats.pytorch.directory import FILE, NAME
 from reshard.formats.request import Request
 from reshard.formats.trainers import accelerate, hf_param_groups, hf_trainer
 from reshard.layouts.mesh import MeshGrid, find_only_axis
@@ -183,8 +183,9 @@ def lay_out_torch(state: WritableState, request: Request) -> LaidOut:
         )
         beside = torch_state_dict.collect_extra_state(state.manifest.train)
         root.update((key, value) for key, value in beside.items() if key not in root)
+    file = request.file or FILE
     skeleton = torch_writer.lay_out_object(
-        request.file, root, slot_of=WholeSlots(), stamp=state.stamp(request.file, 0, 1)
+        file, root, slot_of=WholeSlots(), stamp=state.stamp(file, 0, 1)
     )
     return LaidOut(skeleton, _note_changes(state, request))
 
