@@ -341,7 +341,15 @@ def _explain_dtypes(unequal: Sequence[Unequal], tolerance: Tolerance) -> Iterato
 
 
 def _explain_sides(report: DiffReport, left: Manifest, right: Manifest) -> Iterator[str]:
-    """Yield hints for differences that a merge, or another number of ranks, always brings."""
+    """Yield hints for differences that other names, a merge or other ranks always bring."""
+    only = [{kind for kind, _ in side} for side in (report.only_a, report.only_b)]
+    paired = {*report.equal_by_kind, *(each.kind for each in report.unequal)}
+    if WEIGHT in only[0] & only[1] and WEIGHT not in paired:
+        yield (
+            "no weight has one name in both. If Megatron or another program has its own names of"
+            " this model, compare what reshard convert --to dcp, or reshard merge, writes of it"
+        )
+        return
     optimizers = {"A": left.has_optimizer, "B": right.has_optimizer}
     without = [side for side, has_optimizer in optimizers.items() if not has_optimizer]
     lacking = {kind for kind, _ in (*report.only_a, *report.only_b)}

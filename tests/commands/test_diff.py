@@ -22,6 +22,17 @@ def test_a_model_without_an_optimizer_is_compared_by_its_weights(tmp_path):
         assert reshard.diff(tmp_path / a, tmp_path / b, kinds=["weight"]).same
 
 
+def test_other_names_of_the_same_model_are_explained(tmp_path):
+    reshard.split(RUN, tmp_path / "dcp", to="dcp")
+    report = reshard.diff(RUN, tmp_path / "dcp")
+    (note,) = report.notes
+    assert note.startswith("no weight has one name in both")
+    reshard.split(tmp_path / "dcp", tmp_path / "megatron", to="megatron", tp=2)
+    reshard.split(tmp_path / "megatron", tmp_path / "back", to="dcp")
+    report = reshard.diff(tmp_path / "dcp", tmp_path / "back", kinds=["weight", "optimizer"])
+    assert (report.same, report.notes) == (True, [])
+
+
 @pytest.mark.parametrize("dp", [2, 1])
 def test_random_states_of_other_ranks_are_named_with_the_way_to_leave_them_out(dp, tmp_path):
     reshard.split(RUN, tmp_path / "one", tp=1, pp=1, dp=dp)
