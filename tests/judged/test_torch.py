@@ -199,3 +199,16 @@ def test_pytorch_still_refuses_to_write_what_the_table_says(tmp_path):
     for name in UNWRITABLE:
         assert CASES[name].expect.removeprefix("cannot be written: ") in str(refusal.value), name
     assert [path for path in tmp_path.iterdir() if not path.name.startswith(".")] == []
+
+
+def test_items_of_ranks_are_told_from_other_numbers(torch_made, tmp_path):
+    """As torch_checkpointing 0.1 names them; the first file by name has no tensors."""
+    for path in (torch_made / "fsdp2_ranks" / "ckpt").iterdir():
+        shutil.copy(path, tmp_path / path.name.replace("rank", ""))
+    for rank in range(2):
+        torch.save({"last_epoch": 3}, tmp_path / f"lr_scheduler_{rank}.pt")
+    wanted = read_expected(torch_made / "fsdp2_ranks")
+    with reshard.open(tmp_path) as checkpoint:
+        for name, value in wanted["params"].items():
+            assert same(checkpoint[name][...], value), name
+        assert checkpoint.manifest.has_optimizer

@@ -21,8 +21,8 @@ from reshard.system.paths import as_path
 from reshard.system.threads import map_files_by_key
 
 _ONE_RANK = (
-    "If the program saved only one rank's file, its tensors are incomplete; pass another file to"
-    " read that file alone"
+    "If they are here, pass the directory. If the program saved only one rank's file, its tensors"
+    " are incomplete; pass another file to read that file alone"
 )
 _NUMBERED = re.compile(rf"^(.*?)[-_.]?(\d+){OF_WORLD}((?:\.[a-z]+)+)$")
 _WORLD = re.compile(r"(?:world_size|(?<=\d)[-_.]?of)[-_.]?(\d+)")
@@ -84,10 +84,15 @@ def _is_numbered_by_rank(files: Mapping[str, Path]) -> bool:
     ``model_0.pt`` and ``model_1.pt`` may as well be two epochs.
     """
     matches = [match for name in files if (match := _NUMBERED.fullmatch(name))]
-    if not matches or any(map(is_of_rank, files)):
+    if any(map(is_of_rank, files)):
         return False
-    names = torch_reader.read(files[matches[0].string]).globals
-    return any(name.endswith((".ShardedTensor", ".DTensor")) for name in names)
+    # torch_checkpointing 0.1 saves each item of each rank to a file, some of which have no tensors.
+    firsts = {match[1]: match.string for match in reversed(matches)}
+    return any(
+        name.endswith((".ShardedTensor", ".DTensor"))
+        for first in firsts.values()
+        for name in torch_reader.read(files[first]).globals
+    )
 
 
 def group_by_family(files: Mapping[str, Path]) -> dict[str, dict[int, Path]]:
