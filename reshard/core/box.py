@@ -30,6 +30,15 @@ class Box:
         """The number of elements; a 0-d box has one."""
         return prod(self.shape)
 
+    @property
+    def slices(self) -> tuple[slice, ...]:
+        """The index of the block in the tensor.
+
+        >>> Box((1, 0), (2, 2)).slices
+        (slice(1, 3, None), slice(0, 2, None))
+        """
+        return tuple(slice(o, o + n) for o, n in zip(self.origin, self.shape, strict=True))
+
     def within(self, outer: Box) -> Box:
         """Return this box in the coordinates of ``outer``; ``b.within(b)`` starts at zero."""
         return Box(tuple(a - b for a, b in zip(self.origin, outer.origin, strict=True)), self.shape)

@@ -48,9 +48,7 @@ def fetch(chunks, shape):
             chunk.box.shape,
             [stride * INTS.itemsize for stride in chunk.byte_strides],
         )
-        place = tuple(
-            slice(o, o + n) for o, n in zip(chunk.box.origin, chunk.box.shape, strict=True)
-        )
+        place = chunk.box.slices
         assert (result[place] == -1).all()
         result[place] = block
     assert (result >= 0).all()
@@ -64,8 +62,7 @@ def random_view(rng, array):
     if kind == "take":
         origin = tuple(rng.randrange(n) for n in shape)
         box = Box(origin, tuple(rng.randint(1, n - o) for n, o in zip(shape, origin, strict=True)))
-        place = tuple(slice(o, o + n) for o, n in zip(box.origin, box.shape, strict=True))
-        return Take(shape, box), array[place]
+        return Take(shape, box), array[box.slices]
     if kind == "permute":
         dims = tuple(rng.sample(range(len(shape)), len(shape)))
         return Permute(dims), array.transpose(dims)

@@ -36,10 +36,7 @@ def test_run_chunks_point_at_the_run_stored_contiguously():
             low, high = chunk.byte_span
             assert lead <= low < high <= len(stored)
             view = np.ndarray(chunk.box.shape, "<u2", stored, chunk.byte_offset, chunk.byte_strides)
-            place = tuple(
-                slice(o, o + n) for o, n in zip(chunk.box.origin, chunk.box.shape, strict=True)
-            )
-            rebuilt[place] = view
+            rebuilt[chunk.box.slices] = view
         flat = rebuilt.reshape(-1)
         assert flat[start:stop].tolist() == list(range(start, stop))
         assert (flat[:start] == 0xFFFF).all()

@@ -78,8 +78,7 @@ class Scene:
 
     def _stored(self, fqn, dtype, box):
         """Store one box, contiguous, permuted, or stepped through a larger storage."""
-        place = tuple(slice(o, o + n) for o, n in zip(box.origin, box.shape, strict=True))
-        values = self.values[fqn][place]
+        values = self.values[fqn][box.slices]
         form = self.chance.choice(("contiguous", "permuted", "stepped"))
         steps = [1] * values.ndim
         order = list(range(values.ndim))
@@ -190,10 +189,7 @@ def expected(made, skeleton):
             contents[file.name][offset : offset + len(data)] = data
     for entry in skeleton.entries:
         for chunk in entry.chunks:
-            place = tuple(
-                slice(o, o + n) for o, n in zip(chunk.box.origin, chunk.box.shape, strict=True)
-            )
-            data = made.values[entry.fqn][place].tobytes()
+            data = made.values[entry.fqn][chunk.box.slices].tobytes()
             contents[chunk.file][chunk.byte_offset : chunk.byte_offset + len(data)] = data
     return {name: bytes(content) for name, content in contents.items()}
 

@@ -98,8 +98,5 @@ def built(entry: Entry, files: Mapping[str, torch.Tensor]) -> torch.Tensor:
         block = torch.as_strided(
             files[chunk.file], chunk.box.shape, strides, chunk.byte_offset // 4
         )
-        where = tuple(
-            slice(o, o + n) for o, n in zip(chunk.box.origin, chunk.box.shape, strict=True)
-        )
-        out[where] = block
+        out[chunk.box.slices] = block
     return out

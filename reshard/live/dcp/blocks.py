@@ -167,10 +167,5 @@ def _fill_through_buffer(pool: SourceFiles, job: BlockRead, target: torch.Tensor
     for cut in contiguous_cuts(job.box.shape, longest):
         copies = plan_block(job.entry, cut.shift(job.box.origin), dtype).copies
         overflowed += fill(pool, copies, view[: cut.volume * dtype.itemsize])
-        _select_box(target, cut).copy_(buffer[: cut.volume].reshape(cut.shape))
+        target[cut.slices].copy_(buffer[: cut.volume].reshape(cut.shape))
     return overflowed
-
-
-def _select_box(tensor: torch.Tensor, box: Box) -> torch.Tensor:
-    index = tuple(slice(o, o + n) for o, n in zip(box.origin, box.shape, strict=True))
-    return tensor[index]
