@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from trainer.core.model import build_model, find_layer_classes
+from trainer.core.model import build_model, find_layer_classes, list_names
 from trainer.core.ranks import Ranks
 from trainer.errors import SettingsError
 from trainer.settings import Settings
@@ -87,10 +87,7 @@ def _choose_large(module: nn.Module, minimum: int, chosen: set[nn.Module]) -> in
 
 def _check_ties(model: nn.Module, units: dict[str, nn.Module]) -> None:
     """Refuse tied parameters in different units, because FSDP would untie them silently."""
-    names: dict[nn.Parameter, list[str]] = {}
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        names.setdefault(parameter, []).append(name)
-    for tied in names.values():
+    for tied in list_names(model).values():
         if len({find_unit(name, units) for name in tied}) > 1:
             raise SettingsError(
                 f"{' and '.join(tied)} are one parameter, but would be in different FSDP units",

@@ -75,6 +75,14 @@ def _freeze(model: nn.Module, patterns: tuple[str, ...]) -> None:
         )
 
 
+def list_names(model: nn.Module) -> dict[nn.Parameter, list[str]]:
+    """Return the names of each parameter; only a tied one has several."""
+    names: dict[nn.Parameter, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names.setdefault(parameter, []).append(name)
+    return names
+
+
 def find_layer_classes(model: nn.Module, names: tuple[str, ...] = ()) -> set[type[nn.Module]]:
     """Return the classes of the repeated layers: those named, or ``_no_split_modules``.
 

@@ -21,6 +21,7 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
+from trainer.core.model import list_names
 from trainer.errors import SettingsError
 
 STYLES: dict[str, Callable[[], ParallelStyle]] = {
@@ -46,9 +47,7 @@ def cut_layers(model: nn.Module, mesh: DeviceMesh, config: Any) -> None:
         SettingsError: a module has no rule, or the ranks do not divide the heads.
     """
     _check_heads(config, mesh.size())
-    names: dict[nn.Parameter, list[str]] = {}
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        names.setdefault(parameter, []).append(name)
+    names = list_names(model)
     parallelize_module(model, mesh, make_plan(model))
     for first, *others in names.values():  # tied ones: each module got a DTensor of its own
         for other in others:
