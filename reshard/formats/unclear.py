@@ -260,8 +260,7 @@ def find_run(location: Location) -> Location:
         return location
     level = [location]
     for _ in range(_LEVELS):
-        inner = [each.folders.items() for each in level]
-        level = [folder for items in inner for name, folder in items if not name.startswith(".")]
+        level = _list_folders(level)
         runs = [folder for folder in level if _is_run(folder)]
         # The user may mean a run whose saves were all interrupted.
         others = [each for each in level if each not in runs and run.list_numbered(each)]
@@ -276,6 +275,12 @@ def find_run(location: Location) -> Location:
         if len(level) > _SEARCHED:
             break
     return location
+
+
+def _list_folders(level: Iterable[Location]) -> list[Location]:
+    """Return the directories in all of these, except hidden ones."""
+    inner = [each.folders.items() for each in level]
+    return [folder for items in inner for name, folder in items if not name.startswith(".")]
 
 
 def suggest(location: Location) -> str:
@@ -306,8 +311,7 @@ def _find_below(location: Location) -> list[Location]:
     """Return the directories below in which a format detects files, of the first level with any."""
     level = [location]
     for _ in range(_LEVELS):
-        inner = [each.folders.items() for each in level]
-        level = [folder for items in inner for name, folder in items if not name.startswith(".")]
+        level = _list_folders(level)
         found = [folder for folder in level[:_SEARCHED] if registry.detect(folder)]
         if found or len(level) > _SEARCHED:
             return found

@@ -198,9 +198,7 @@ def order_members(
     groups = [group.members for group in state.groups]
     if keyed == "fqn" or (state.manifest.keyed == "index" and not state.regrouped):
         return groups  # the source's own numbers, in the order of its program
-    position = {weight.fqn: at for at, weight in enumerate(state.weights)}
-    if model is not None:
-        position = _find_positions(state, model)
+    position = _find_positions(state, model) if model is not None else state.positions
     ordered = [
         tuple(sorted(members, key=lambda member: position[member.fqn])) for members in groups
     ]

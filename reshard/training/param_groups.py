@@ -188,7 +188,7 @@ def regroup(state: WritableState, given: GroupRules) -> StateAndNotes:
     if given.live:
         trained = _follow_empty(state, trained, given)
     taken = _assign(given, trained, new.keys(), state.manifest.tied)
-    position = {weight.fqn: number for number, weight in enumerate(state.weights)}
+    position = state.positions
     groups, origins = [], []
     for number, rule in enumerate(given.rules):
         members = sorted(taken[number], key=lambda fqn: position[fqn])

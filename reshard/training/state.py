@@ -108,6 +108,11 @@ class WritableState:
     save: Save | None = None  # what the stamps of the files to write state
 
     @property
+    def positions(self) -> dict[str, int]:
+        """The position of each weight, by name."""
+        return {weight.fqn: position for position, weight in enumerate(self.weights)}
+
+    @property
     def members(self) -> list[TrainedParameter]:
         """The parameters of all groups."""
         return [member for group in self.groups for member in group.members]
@@ -125,12 +130,7 @@ class WritableState:
     @property
     def has_stored_slots(self) -> bool:
         """Whether the source stores a slot of some parameter."""
-        return any(
-            entry.chunks
-            for group in self.groups
-            for member in group.members
-            for entry in member.slots.values()
-        )
+        return any(entry.chunks for member in self.members for entry in member.slots.values())
 
     @property
     def slots(self) -> tuple[str, ...]:

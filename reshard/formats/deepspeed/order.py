@@ -111,7 +111,7 @@ def iterate_user_order(state: WritableState) -> Iterator[Sequence[TrainedParamet
     origin, config = state.manifest.origin, find_engine_config(state)
     groups = [group.members for group in state.groups]
     if state.regrouped or not origin.format.startswith("deepspeed"):
-        position = {weight.fqn: number for number, weight in enumerate(state.weights)}
+        position = state.positions
         yield from (sorted(members, key=lambda member: position[member.fqn]) for members in groups)
         return
     stage = find_source_stage(state)

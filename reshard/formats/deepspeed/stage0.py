@@ -173,9 +173,7 @@ def _name_by_masters(model: ModelStates, candidates: Mapping[str, Index]) -> _Na
     named: _Names = []
     with SourceFiles() as files:
         samples = {fqn: _read_samples(files, module[fqn]) for fqn in candidates}
-        by_shape: dict[Index, list[str]] = {}
-        for fqn, shape in candidates.items():
-            by_shape.setdefault(shape, []).append(fqn)
+        by_shape = _group_by_shape(candidates)
         for group in groups:
             members: list[str | None] = []
             for master in group:
@@ -372,13 +370,18 @@ def _split(
             offset += prod(shape) * flat.dtype.itemsize
 
 
+def _group_by_shape(candidates: Mapping[str, Index]) -> dict[Index, list[str]]:
+    by_shape: dict[Index, list[str]] = {}
+    for fqn, shape in candidates.items():
+        by_shape.setdefault(shape, []).append(fqn)
+    return by_shape
+
+
 def _name_fused_groups(
     model: ModelStates, candidates: Mapping[str, Index], flats: Sequence[Tensor]
 ) -> list[list[str]]:
     """Return the members of each flat tensor of a fused optimizer."""
-    by_shape: dict[Index, list[str]] = {}
-    for fqn, shape in candidates.items():
-        by_shape.setdefault(shape, []).append(fqn)
+    by_shape = _group_by_shape(candidates)
     sizes = {shape: prod(shape) * len(fqns) for shape, fqns in by_shape.items()}
     fitting = islice(_search_assignments(sizes, [flat.numel for flat in flats]), _MOST_ASSIGNMENTS)
     named = (

@@ -120,7 +120,7 @@ def collect_shapes(value: Any) -> dict[str, Index]:
 def is_numbered(value: Any) -> bool:
     """Return whether an optimizer numbers its parameters and stores no names."""
     state, groups = _normalize(value)
-    keys = [key for group in groups for key in _list_members(group)] or list(state)
+    keys = _list_keys(state, groups)
     return any(isinstance(key, int) for key in keys) and not _read_stored_names(groups)
 
 
@@ -134,7 +134,7 @@ def find_keying(values: Iterable[Any]) -> Keyed | None:
     kinds: set[Keyed] = set()
     for value in values:
         state, groups = _normalize(value)
-        keys = [key for group in groups for key in _list_members(group)] or list(state)
+        keys = _list_keys(state, groups)
         kinds.update("index" if isinstance(key, int) else "fqn" for key in keys)
     return kinds.pop() if len(kinds) == 1 else None
 
@@ -172,7 +172,7 @@ def read(value: Any, known: KnownParameters, pool: SourceFiles) -> ParsedOptimiz
         parsed.notes.append(f"the optimizer is left out: {unread.reason}")
         parsed.groups += [ParamGroup(read_hyper(group, pool), ()) for group in groups]
         return parsed
-    keys = [key for group in groups for key in _list_members(group)] or list(state)
+    keys = _list_keys(state, groups)
     if all(isinstance(key, str) and not key.isdecimal() for key in [*keys, *state]):
         owned = _add_states(
             parsed, state, {key: key for key in [*keys, *state]}, WholeLayout(known), pool
@@ -342,6 +342,11 @@ def _split_owner(rest: str, fqns: Container[str]) -> tuple[str, str]:
 
 def _list_members(group: Mapping[str, Any]) -> list[Any]:
     return list(group.get("params") or ())
+
+
+def _list_keys(state: Iterable[Any], groups: Iterable[Mapping[str, Any]]) -> list[Any]:
+    """Return the keys of parameters that groups list; those of the state where there are none."""
+    return [key for group in groups for key in _list_members(group)] or list(state)
 
 
 def _read_step(fqn: str, slots: Slots, pool: SourceFiles) -> float | None:

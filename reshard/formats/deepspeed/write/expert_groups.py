@@ -43,7 +43,7 @@ def regroup_experts(
     """
     if before == after:
         return state.groups, ()
-    position = {weight.fqn: number for number, weight in enumerate(state.weights)}
+    position = state.positions
     first, ranks = _FirstRank(counts, after), max(after.values())
     groups: list[TrainedGroup] = []
     for parts in _join_user_groups(state.groups, _FirstRank(counts, before)):
