@@ -239,6 +239,20 @@ def test_the_argument_that_divides_the_buffers_of_experts_is_named(megatron_case
         reshard.open(run)
 
 
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning")
+def test_whole_buffers_of_experts_are_left_out_if_no_argument_divides_them(megatron_case, tmp_path):
+    """Their size is that of separate experts, and no piece ends at the edge of a parameter."""
+    case = megatron_case("mixtral_grouped_distopt_ep2dp2")
+    run = shutil.copytree(case / "torch_dist_gather_scatter", tmp_path / "run")
+    (path,) = run.rglob("common.pt")
+    state = torch.load(path, weights_only=False)
+    del state["args"].moe_use_legacy_grouped_gemm
+    torch.save(state, path)
+    manifest = reshard.inspect(run).manifest
+    assert not manifest.has_optimizer
+    assert any("do not state moe_grouped_gemm and" in warning for warning in manifest.warnings)
+
+
 def test_buffers_of_another_grid_are_refused(megatron_case, tmp_path):
     """Exchange the arguments: the buffers of the second stage would be left out, as if frozen."""
     run = shutil.copytree(

@@ -159,6 +159,16 @@ class Arguments:
         return self.number("ddp_bucket_size") or max(_BUCKET, 1_000_000 * self.dp * self.cp)
 
     @property
+    def states_experts(self) -> bool:
+        """Whether a rank's experts are known to be separate modules or GroupedMLP, if it has any.
+
+        Both have as many elements. Transformer Engine's layers have GroupedMLP if that is stated.
+        """
+        grouped, legacy = map(self.values.get, ("moe_grouped_gemm", "moe_use_legacy_grouped_gemm"))
+        is_known = legacy is not None or grouped is False or (grouped is True and self.te)
+        return not self.experts or is_known
+
+    @property
     def states_layers(self) -> bool:
         """Whether the layers of each stage are stated, and not the same in each by default."""
         names = (_LAYOUT, *_ENDS, *_COUNTED_ENDS)

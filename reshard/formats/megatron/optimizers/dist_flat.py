@@ -140,6 +140,11 @@ class FlatBuffers:
                 f" {self._args.pp} pipeline stages (pipeline_model_parallel_layout ...), by which"
                 " the flat buffers of the distributed optimizer are divided"
             )
+        if self._states and not self._args.states_experts:
+            return (
+                "the arguments of the run do not state moe_grouped_gemm and"
+                " moe_use_legacy_grouped_gemm, by which the flat buffers of experts are divided"
+            )
         count = len(self._numbers)
         known = len(forms.divide_params(count, (), self._args, self._table))
         return forms.describe_long_chain(count, known) if count > known else ""
