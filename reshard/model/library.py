@@ -10,7 +10,7 @@ Source: transformers 5.24 ``conversion_mapping.py`` (keys are model types and cl
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
@@ -20,6 +20,7 @@ _TIED = re.compile(r"_tied_weights_keys\s*(?::[^=\n]*)?=\s*\{(.*?)\}", re.DOTALL
 _TIED_PAIR = re.compile(r"[\"']([^\"']+)[\"']\s*:\s*[\"']([^\"']+)[\"']")
 # A key of a dict, or the subscript of an assignment. ``ast`` finds the same keys in 20 ms more.
 _MAPPING_KEY = re.compile(r"""["']([\w-]+)["'](?=\s*:)|(?<=\w\[)["']([\w-]+)["'](?=\])""")
+_NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")
 _WORD = re.compile(r"[A-Za-z_]\w*")
 INSTALL = "pip install 'reshard[transformers]'"
 HEAD = "lm_head.weight"
@@ -48,14 +49,18 @@ def may_be_converted(config: Mapping[str, Any]) -> bool:
     )
 
 
-def may_lack_experts(config: Mapping[str, Any], names: Iterable[str]) -> bool:
-    """Return whether a config states a number of experts, and no stored tensor is of an expert.
+def may_lack_weights(config: Mapping[str, Any], names: Collection[str]) -> bool:
+    """Return whether a config states experts, or more layers, of which no tensor is stored.
 
     Args:
         config: content of the model's ``config.json``.
         names: the tensors that are stored.
     """
-    return _states_experts(config) and not any("expert" in name for name in names)
+    if _states_experts(config) and not any("expert" in name for name in names):
+        return True
+    layers = config.get("num_hidden_layers")
+    numbers = {match[0] for match in map(_NUMBER.search, names) if match}
+    return type(layers) is int and len(numbers) < layers
 
 
 def _states_experts(config: Mapping[str, Any]) -> bool:

@@ -164,14 +164,12 @@ def restore_memory_form(manifest: Manifest, *, may_be_former: bool = False) -> M
 def _may_differ(manifest: Manifest, config: Mapping[str, Any]) -> bool:
     """Return whether names have to be compared with the model's, which takes seconds to build."""
     names = manifest.weight_shapes.keys() | manifest.tied.keys()
-    if (
-        library.may_be_converted(config)
-        or library.may_be_tied(config, names)
-        or library.may_lack_experts(config, names)
-    ):
+    if library.may_be_converted(config) or library.may_be_tied(config, names):
         return True
     # Without the embedding of tokens, the names may be those of another program.
     has_tokens = any(map(is_embedding, names))
+    if has_tokens and library.may_lack_weights(config, names):
+        return True
     return "vocab_size" in config and not has_tokens and not find_saved_names(names)
 
 
