@@ -200,6 +200,7 @@ def test_ranks_that_older_versions_do_not_save_are_named(megatron_case, tmp_path
     [
         ("llama_uneven", {"0": "1", "1": "0"}, "first pipeline stage"),
         ("llama_uneven", {"1": "2", "2": "1"}, "last pipeline stage"),
+        ("llama_mtp_pp4", {"0": "1", "1": "0"}, "first pipeline stage"),
         ("llama_uneven", {"1": "2"}, "checksums states that .* is mp_rank_00_001"),
     ],
 )

@@ -53,6 +53,7 @@ from reshard.system.threads import map_files_by_key
 
 _FINAL_NORM = re.compile(r"(?!mtp\.)(.*\.)?final_(layer)?norm\.")
 _EMBEDDING = re.compile(r"(.*\.)?word_embeddings\.")
+_MTP = re.compile(r"(.*\.)?mtp\.")
 _ENCODERS = ("decoder_num_layers", "pipeline_model_parallel_split_rank")  # arguments of T5
 _CHECKSUMS = "a comparison of checksums"
 _SEED, _SEED_BYTES = "the seed of its random states", 8
@@ -250,9 +251,9 @@ def _claim_stages(
 ) -> Iterator[tuple[GridPosition, Claim]]:
     """Yield the claims of each file that follow from what one pipeline stage alone has.
 
-    The first stage has the embedding, unless an encoder or layers of multi-token prediction (MTP)
-    on another stage have one, too. The last stage has the final norm, unless it has no layers but
-    those of MTP.
+    The first stage has the embedding, unless an encoder on another stage has one, too. A stage with
+    layers of multi-token prediction (MTP) also has one, and gets no claim about the first stage.
+    The last stage has the final norm, unless it has no layers but those of MTP.
 
     Source: Megatron-LM core_v0.16.1 ``core/models/gpt/gpt_model.py`` (``pre_process``),
     ``core/transformer/transformer_block.py`` (``has_final_layernorm_in_this_stage``),
@@ -261,23 +262,27 @@ def _claim_stages(
     rows = args.list_layers() if args.mtp and args.states_layers else ()
     counts = list(chain.from_iterable(rows)) or _count_layers(opened, args)
     ends_model = find_norm(counts, mtp=args.mtp > 0) == len(counts) - 1
-    begins_model = not args.mtp and not any(map(args.values.get, _ENCODERS))
+    begins_model = not any(map(args.values.get, _ENCODERS))
+    predicting = {rank for rank, file in opened.items() if _has(file, _MTP)}
     for about, pattern, stage, applies in (
         ("first pipeline stage", _EMBEDDING, 0, begins_model),
         ("last pipeline stage", _FINAL_NORM, args.pp - 1, ends_model),
     ):
-        having = {
-            rank
-            for rank, file in opened.items()
-            if any(pattern.match(name) for chunk in file.chunks for name in chunk.params)
-        }
+        having = {rank for rank, file in opened.items() if _has(file, pattern)}
         if args.pp == 1 or not applies or not having:  # a model with other names has none
             continue
         for rank in opened:
+            if pattern is _EMBEDDING and rank in predicting:
+                continue
             stated, expected = (
                 "this one" if held else "another" for held in (rank in having, rank.pp == stage)
             )
             yield rank, Claim(about, stated, "its list of parameters", expected)
+
+
+def _has(file: RankFile, pattern: re.Pattern[str]) -> bool:
+    """Return whether the name of a parameter in a rank's file begins with a pattern."""
+    return any(pattern.match(name) for chunk in file.chunks for name in chunk.params)
 
 
 def _claim_seeds(rank: GridPosition, file: RankFile, args: Arguments) -> Iterator[Claim]:
