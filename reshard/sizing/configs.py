@@ -12,6 +12,7 @@ from reshard.sizing.choice import Choice
 from reshard.sizing.model import ModelSizes
 from reshard.sizing.setup import Cluster, Training, count_accumulation
 from reshard.sizing.strategies import BUCKET_ELEMENTS, LIVE_ELEMENTS
+from reshard.system.paths import as_path
 
 SUFFIXES = (".json", ".yaml", ".yml", ".sh")
 
@@ -176,9 +177,16 @@ def format_command(
     """Return the command that starts ``python -m trainer``.
 
     Raises:
-        UsageError: the trainer does not support the strategy with this grid or this fine-tuning.
+        UsageError: the trainer does not support the strategy with this grid or this fine-tuning, or
+            cannot build the model.
     """
     strategy = choice.row.strategy
+    if not resume and not as_path(model.source).exists():
+        raise UsageError(
+            model.source,
+            "is not a model that python -m trainer can build",
+            "pass --model config.json, or write .json or .yaml",
+        )
     if training.lora_rank:
         raise UsageError("--lora-rank", "is not supported by python -m trainer", "write .json")
     is_cut = training.tp * training.pp * training.ep > 1

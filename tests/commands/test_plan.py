@@ -149,6 +149,13 @@ def test_our_trainer_accepts_the_written_command(config, tmp_path, strategy):
     make_command().main([*words, "--print-config"], standalone_mode=False)
 
 
+def test_no_command_is_written_for_a_model_that_is_only_a_number(tmp_path):
+    path = tmp_path / "run.sh"
+    with pytest.raises(UsageError, match=r"--params 7B: is not a model that python -m trainer"):
+        reshard.plan(params="7B", gpus="8x80GB", write=path)
+    assert not path.exists()
+
+
 def test_nothing_is_overwritten_and_other_suffixes_are_refused(config, tmp_path):
     path = tmp_path / "ds.json"
     write(config, path, "zero2")
