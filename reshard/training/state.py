@@ -296,10 +296,10 @@ def refuse_without_optimizer(
     Raises:
         IncompleteError: the source has none.
     """
-    unnamed_optimizers = state.manifest.unnamed_optimizers
-    if not unnamed_optimizers and state.members:
+    is_left_out = state.manifest.unnamed_optimizers or state.manifest.unnamed
+    if not is_left_out and state.members:
         return
-    if unnamed_optimizers or state.groups:
+    if is_left_out or state.groups:
         raise build_unnamed_error(
             state.manifest, ", or leave out the optimizer: --init-optimizer none"
         )

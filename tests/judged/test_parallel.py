@@ -215,6 +215,8 @@ GOES_ON = [  # case, the grid to go on with, options; the loss may differ by the
     ("pp2_odd", {}, {}, 0.0),
     ("pp2_odd", {"pp": 3}, {}, 1e-5),
     ("pp1_odd", {"pp": 2, "dp": 1}, {}, 2e-2),
+    ("pp4_odd_tied", {}, {}, 0.0),  # two shared modules, on stages 0 and 3, and 0, 2 and 3
+    ("pp4_odd_tied", {"pp": 2}, {}, 1e-5),
     ("pp2_lone", {"pp": 3}, {}, 1e-5),
     ("experts2_z0", {}, {}, 0.0),
     ("experts2_z1", {"tp": 4, "dp": 1, "ep": 4}, {"ep": 4}, 2e-2),
@@ -283,6 +285,29 @@ def test_grids_that_deepspeed_does_not_load_are_refused(case, options, message, 
     with pytest.raises(ReshardError, match=message):
         split(made / case / "run", tmp_path / "out", SplitOptions(**options))
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("stages", "gone", "named"), [(4, (10,), "gain"), (2, (9, 10), "embed, gain")]
+)
+def test_uses_of_shared_modules_without_a_file_are_refused(stages, gone, named, made, tmp_path):
+    """With a ``forward_fn``, no file shows that a layer uses a shared module."""
+    run = tmp_path / "run"
+    split(made / "pp4_odd_tied" / "run", run, SplitOptions(pp=stages))
+    for layer in gone:
+        (run / "global_step3" / f"layer_{layer:02d}-model_00-model_states.pt").unlink()
+    with pytest.raises(UnsupportedError, match=rf"uses without a file \({named}\)"):
+        split(run, tmp_path / "out", SplitOptions(pp=2))
+    split(run, tmp_path / "one", SplitOptions(pp=1))
+    split(run, tmp_path / "universal", SplitOptions(to="ds-universal"))
+
+
+def test_a_run_whose_last_stage_has_unnamed_states_is_refused(made, tmp_path):
+    run = shutil.copytree(made / "pp2_z0_fp32" / "run", tmp_path / "run")
+    (run / "global_step3" / "layer_06-model_states.pt").unlink()
+    with pytest.raises(IncompleteError, match=r"states of a parameter of shape \[32, 16\]"):
+        split(run, tmp_path / "out", SplitOptions(pp=1, zero_stage=1))
+    assert not (tmp_path / "out").exists()
 
 
 @pytest.mark.parametrize("case", ["mpu2_z0", "mpu2_z1", "experts2_z0", "cut_experts2_z1"])

@@ -90,6 +90,7 @@ CASES = {
         Case("pp2_z0_fp32", pp=2, stage=0, precision="fp32", tied=False),
         Case("pp2_z0_bf16", pp=2, stage=0, tied=False),
         Case("pp2_odd", pp=2, precision="fp32", tied=False, patterns=False, odd=True),
+        Case("pp4_odd_tied", pp=4, precision="fp32", patterns=False, odd=True, groups="one"),
         Case(
             "pp2_lone",
             pp=2,

@@ -37,6 +37,7 @@ from reshard.errors import UnsupportedError, UsageError
 from reshard.formats.deepspeed.layers import TIED
 from reshard.formats.deepspeed.write import experts, files, gpt_neox, grid, report, universal
 from reshard.formats.deepspeed.write.grid import ONE_RANK, GridOptions, ModelGrid, ModelRank
+from reshard.formats.deepspeed.write.pipeline import refuse_unknown_uses
 from reshard.formats.deepspeed.write.spec import OutputSpec, find_precision, resolve_spec
 from reshard.formats.deepspeed.write.split_metadata import SplitMetadata
 from reshard.training.state import WritableState, drop_recomputed_slots
@@ -83,6 +84,8 @@ def lay_out(
         spec = resolve_spec(state, **options)
         parts = [files.lay_out_rank(spec)]
     else:
+        if grid_options.sizes.pipeline > 1 and not weights_only:
+            refuse_unknown_uses(state.manifest)
         cut = grid.cut_state(state, grid_options)
         specs = _resolve_ranks(state, cut, grid_options, **options)
         parts = [files.lay_out_rank(own, rank) for own, rank in specs]

@@ -17,9 +17,14 @@ from reshard.errors import UnsupportedError, UsageError
 from reshard.formats.deepspeed import order
 from reshard.formats.deepspeed.cuts import TENSOR_PARALLEL_INFO, Cuts
 from reshard.formats.deepspeed.experts.layout import are_experts_cut, parse_expert_name
-from reshard.formats.deepspeed.layers import TIED
 from reshard.formats.deepspeed.write import autotp
-from reshard.formats.deepspeed.write.pipeline import Layer, list_layers, share_layers
+from reshard.formats.deepspeed.write.pipeline import (
+    Layer,
+    get_shared_module,
+    is_shared,
+    list_layers,
+    share_layers,
+)
 from reshard.layouts.model_parallel import shards
 from reshard.layouts.model_parallel.moves import Move, apply_moves
 from reshard.layouts.model_parallel.rules import FORM
@@ -204,19 +209,25 @@ def _refuse_round_robin(state: WritableState) -> None:
 
 
 def _select_stage(state: WritableState, layers: Sequence[Layer]) -> WritableState:
-    """Return what a stage holds; its shared modules are built first, so their parameters lead."""
-    own = {fqn for layer in layers for fqn in layer.fqns}
+    """Return what a stage holds, in the order in which DeepSpeed registers it.
 
-    def is_unshared(fqn: str) -> bool:
-        return not fqn.startswith(TIED)
+    Shared modules lead, in the order of their first use on the stage.
+    """
+    own = [fqn for layer in layers for fqn in layer.names.values()]
+    modules = dict.fromkeys(get_shared_module(fqn) for fqn in own if is_shared(fqn))
+    order_of = {module: number for number, module in enumerate(modules)}
+    held = set(own)
+
+    def place(fqn: str) -> int:
+        return order_of[get_shared_module(fqn)] if is_shared(fqn) else len(order_of)
 
     groups = []
     for group in state.groups:
-        members = [member for member in group.members if member.fqn in own]
-        members.sort(key=lambda member: is_unshared(member.fqn))
+        members = [member for member in group.members if member.fqn in held]
+        members.sort(key=lambda member: place(member.fqn))
         groups.append(TrainedGroup(group.hyper, tuple(members)))
-    weights = [weight for weight in state.weights if weight.fqn in own]
-    weights.sort(key=lambda weight: is_unshared(weight.fqn))
+    weights = [weight for weight in state.weights if weight.fqn in held]
+    weights.sort(key=lambda weight: place(weight.fqn))
     return replace(state, weights=tuple(weights), groups=tuple(groups))
 
 

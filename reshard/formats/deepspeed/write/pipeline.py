@@ -10,15 +10,16 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 
 from reshard.core.manifest import BUFFER, PARAM, WEIGHT_KINDS, Manifest
-from reshard.errors import UsageError
+from reshard.errors import UnsupportedError, UsageError
 from reshard.formats.deepspeed import dialects
 from reshard.formats.deepspeed.layers import TIED, parse_layer
 from reshard.layouts.model_parallel.sizes import Sizes, assign_layers
+from reshard.units import some
 
 _RANK = re.compile(r"mp_rank_(\d+)_(?:model|optim)_states\.pt$")
 _GIVE_LAYERS = (
@@ -33,13 +34,14 @@ class Layer:
 
     Attributes:
         names: name in the layer's file -> the optimizer's name.
-        stage: the stage of the source whose optimizer has it; None if no optimizer shows one.
+        stages: the stages of the source whose optimizers have it, several for a shared module;
+            empty if no optimizer shows one.
         has_file: False for the second use of a shared module.
     """
 
     number: int
     names: Mapping[str, str]
-    stage: int | None
+    stages: frozenset[int]
     has_file: bool = True
 
     @property
@@ -67,28 +69,32 @@ def list_layers(manifest: Manifest) -> tuple[Layer, ...]:
     layers = []
     for number in sorted(numbers):
         names = names_of.get(number, {})
-        # Several stages hold a shared module. Only its last use, which has no file, shows a stage.
-        own = [fqn for fqn in names.values() if not fqn.startswith(TIED)]
-        layers.append(Layer(number, names, _find_last_stage(own, owners)))
-    shared = Counter(fqn for layer in layers for fqn in layer.fqns if fqn.startswith(TIED))
+        layers.append(Layer(number, names, _find_stages(names.values(), owners)))
+    shared = Counter(fqn for layer in layers for fqn in layer.names.values() if is_shared(fqn))
     stages: dict[str, int] = {}  # module -> the last stage that trains a tensor of it
-    for fqn, owner in owners.items():
-        module = _get_shared_module(fqn)
-        stages[module] = max(owner, stages.get(module, 0))
+    for fqn, own in owners.items():
+        module = get_shared_module(fqn)
+        stages[module] = max(*own, stages.get(module, 0))
     last = manifest.origin.mesh.get("pp", 1) - 1
     once = {
         fqn: _get_local_name(fqn, 0)
         for fqn, count in shared.items()
-        if count == 1 and stages.get(_get_shared_module(fqn), last) == last
+        if count == 1 and stages.get(get_shared_module(fqn), last) == last
     }
     if once:
         names = {local: fqn for fqn, local in once.items()}
-        stage = _find_last_stage(once, owners)
-        layers.append(Layer(layers[-1].number + 1, names, stage, has_file=False))
+        held = _find_stages(once, owners)
+        only = frozenset({last}) if held else held
+        layers.append(Layer(layers[-1].number + 1, names, only, has_file=False))
     return tuple(layers)
 
 
-def _get_shared_module(fqn: str) -> str:
+def is_shared(fqn: str) -> bool:
+    """Return whether a tensor is in a module that several layers share."""
+    return fqn.startswith(TIED)
+
+
+def get_shared_module(fqn: str) -> str:
     """Return the key of the shared module that has a tensor."""
     return fqn.removeprefix(TIED).partition(".")[0]
 
@@ -98,6 +104,29 @@ def _get_local_name(fqn: str, number: int) -> str:
     if fqn.startswith(TIED):
         return fqn.removeprefix(TIED).partition(".")[2]
     return fqn.removeprefix(f"{number}.")
+
+
+def refuse_unknown_uses(manifest: Manifest) -> None:
+    """Refuse shared modules if no file states which stages have them, or in which order.
+
+    Raises:
+        UnsupportedError: there are such modules.
+    """
+    layers = list_layers(manifest)
+    uses: dict[str, list[Layer]] = {}
+    for layer in layers:
+        for module in {get_shared_module(fqn) for fqn in layer.fqns if is_shared(fqn)}:
+            uses.setdefault(module, []).append(layer)
+    unfiled = [module for module, own in uses.items() if not own[-1].has_file]
+    unknown = {module for module, own in uses.items() if len(own) < len(own[0].stages)}
+    unknown.update(unfiled if len(unfiled) > 1 else ())
+    if unknown:
+        raise UnsupportedError(
+            manifest.origin.path,
+            f"contains shared modules with uses without a file ({some(sorted(unknown))}): no file"
+            " states the order of these layers, which is that of DeepSpeed's optimizer",
+            "write --to ds-universal, which DeepSpeed loads by name, or pass --pp 1",
+        )
 
 
 def share_layers(
@@ -119,14 +148,14 @@ def share_layers(
         return tuple(assign_layers(Sizes(pipeline=count), total, given)), "as --stage-layers states"
     if count > len(layers):
         raise UsageError(f"--pp {count}", f"is more than the {len(layers)} layers of the model")
+    if count == 1:
+        return (range(total),), "all on one"
     before = manifest.origin.mesh.get("pp", 1)
-    known = {layer.number: layer.stage for layer in layers if layer.stage is not None}
-    if before == count and known:
-        return _fill_stages(known, layers, count), "as in the source"
+    is_known = any(layer.stages for layer in layers)
+    if before == count and is_known:
+        return _fill_stages(layers, count), "as in the source"
     methods = _list_partition_methods(manifest, layers, total)
-    # The number of a layer without a file is not known for certain.
-    shown = {n: known[n] for layer in layers if layer.has_file and (n := layer.number) in known}
-    fitting = [name for name, cut in methods.items() if _is_fitting(cut(before), shown)]
+    fitting = [name for name, cut in methods.items() if _is_fitting(cut(before), layers)]
     if not fitting:
         raise UsageError(
             manifest.origin.path,
@@ -134,39 +163,45 @@ def share_layers(
             _GIVE_LAYERS,
         )
     how = f"as partition_method {fitting[0]!r} shares them"
-    if not known:
+    if not is_known or len({methods[name](count) for name in fitting}) > 1:
         how += ", which the source does not state: --stage-layers N,N,... sets others"
     return methods[fitting[0]](count), how
 
 
-def _find_owners(manifest: Manifest) -> dict[str, int]:
-    """Return the last stage whose optimizer has each parameter; empty if there is one stage."""
-    owners: dict[str, int] = {}
+def _find_owners(manifest: Manifest) -> dict[str, set[int]]:
+    """Return the stages whose optimizers have each parameter; empty if there is one stage."""
+    owners: dict[str, set[int]] = {}
     if manifest.origin.mesh.get("pp", 1) == 1:
         return owners
     tensor = manifest.origin.mesh.get("tp", 1)
     for entry in manifest.entries.values():
         for chunk in entry.chunks if entry.kind not in (PARAM, BUFFER) else ():
             if match := _RANK.search(chunk.file):
-                stage = int(match[1]) // tensor
-                owners[entry.fqn] = max(owners.get(entry.fqn, 0), stage)
+                owners.setdefault(entry.fqn, set()).add(int(match[1]) // tensor)
     return owners
 
 
-def _find_last_stage(fqns: Iterable[str], owners: Mapping[str, int]) -> int | None:
-    return max((owners[fqn] for fqn in fqns if fqn in owners), default=None)
+def _find_stages(fqns: Iterable[str], owners: Mapping[str, Collection[int]]) -> frozenset[int]:
+    return frozenset(stage for fqn in fqns for stage in owners.get(fqn, ()))
 
 
-def _fill_stages(known: Mapping[int, int], layers: Sequence[Layer], count: int) -> Stages:
-    """Return the stages of all layers; other layers are on the stage of those before them.
+def _fill_stages(layers: Sequence[Layer], count: int) -> Stages:
+    """Return stages of which each has a layer for all that its optimizer has.
 
-    Args:
-        known: number of a layer -> its stage.
+    A shared module may be used on either side of the border of two stages that both have it: then
+    a stage ends as soon as it has everything. A layer of unknown stage is with the one before it.
     """
+    lacking: list[set[str]] = [set() for _ in range(count)]
+    for layer in layers:
+        for stage in layer.stages:
+            lacking[stage] |= layer.fqns
     ends = [0] * (count + 1)
     at = 0
     for layer in layers:
-        at = max(at, known.get(layer.number, at))
+        at = min((stage for stage in layer.stages if stage >= at), default=at)
+        if not lacking[at] and at + 1 in layer.stages:
+            at += 1
+        lacking[at] -= layer.fqns
         ends[at + 1] = layer.number + 1
     return _make_ranges(list(accumulate(ends, max)))
 
@@ -197,9 +232,19 @@ def _list_partition_methods(
     return {name: methods[name] for name in order}
 
 
-def _is_fitting(stages: Stages, known: Mapping[int, int]) -> bool:
-    """Return whether a division puts the known layers on their stages."""
-    return all(number in stages[stage] for number, stage in known.items())
+def _is_fitting(stages: Stages, layers: Sequence[Layer]) -> bool:
+    """Return whether a division gives each stage the layers, and shared modules, that it has."""
+    last = len(stages) - 1
+    found: set[tuple[int, str]] = set()
+    for layer in layers:
+        # The number of a layer without a file is not known for certain.
+        at = last
+        if layer.has_file:
+            at = next(stage for stage, own in enumerate(stages) if layer.number in own)
+        if layer.stages and at not in layer.stages:
+            return False
+        found |= {(at, fqn) for fqn in layer.fqns}
+    return found >= {(n, fqn) for layer in layers for n in layer.stages for fqn in layer.fqns}
 
 
 def _make_ranges(ends: Sequence[int]) -> Stages:
