@@ -10,6 +10,7 @@ from collections.abc import Generator
 import pytest
 
 from tests.support import combinations
+from trainer.cores import avoid_preemption
 
 # pytest would import them for doctests: megatron-core warns, and DeepSpeed may be missing.
 collect_ignore_glob = ["reshard/testing/megatron/*.py", "tests/trainer/bare_*.py"]
@@ -35,7 +36,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Tell the modules of tests, which choose their cases when they are imported."""
+    """Prepare what the modules of tests, and the ranks that they start, take from this process."""
+    avoid_preemption()
     if config.getoption("--every-combination"):
         os.environ[combinations.EVERY] = "1"
 

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore
 
 from trainer.core.ranks import Ranks
+from trainer.cores import avoid_preemption
 from trainer.environment import read_launcher_world_size
 from trainer.errors import SettingsError
 
@@ -27,6 +28,8 @@ def join_process_group(device: str, timeout_s: int, threads: int) -> Iterator[Ra
     own_device = _choose_device(device)
     timeout = timedelta(seconds=timeout_s)
     backend = "nccl" if own_device.type == "cuda" else "gloo"
+    if backend == "gloo":
+        avoid_preemption()
     if read_launcher_world_size() is None:  # one rank: a store in memory needs no port
         dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1, timeout=timeout)
     else:
