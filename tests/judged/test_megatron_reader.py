@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 from argparse import Namespace
+from functools import partial
 
 import pytest
 import torch
@@ -36,6 +37,20 @@ def separate(tensors):
             own = f"{prefix}.mlp.experts.local_experts.{expert}.linear_fc{number}.weight"
             found[own] = matrix.T
     return found
+
+
+def change_states(run, change):
+    """Save every file of a run that has arguments again, after ``change`` of its state."""
+    paths = [*run.rglob("model_optim_rng.pt"), *run.rglob("common.pt")]
+    assert paths
+    for path in paths:
+        state = torch.load(path, weights_only=False)
+        change(state)
+        torch.save(state, path)
+
+
+def keep_args(names, state):
+    state["args"] = Namespace(**{name: getattr(state["args"], name) for name in names})
 
 
 @pytest.mark.parametrize(("case", "form"), FORMS)
@@ -90,13 +105,10 @@ def test_folders_and_shapes_show_what_no_argument_states(
     """Programs that call Megatron-core themselves save few arguments, or none."""
     folder = megatron_case(case)
     run = shutil.copytree(folder / form, tmp_path / "run")
-    for path in [*run.rglob("model_optim_rng.pt"), *run.rglob("common.pt")]:
-        state = torch.load(path, weights_only=False)
-        if lacking:
-            delattr(state["args"], lacking)
-        else:
-            del state["args"]
-        torch.save(state, path)
+    change_states(
+        run,
+        lambda state: delattr(state["args"], lacking) if lacking else state.pop("args"),
+    )
     expected = read_expected(folder)
     with reshard.open(run) as checkpoint:
         weights = separate(expected["params"])
@@ -118,10 +130,7 @@ def test_a_program_that_states_few_arguments_keeps_what_the_files_show(
 ):
     """Layers, optimizer and rows are not the defaults of Megatron-LM."""
     run = shutil.copytree(megatron_case("llama_distopt_tp2dp2") / form, tmp_path / "run")
-    for path in [*run.rglob("model_optim_rng.pt"), *run.rglob("common.pt")]:
-        state = torch.load(path, weights_only=False)
-        state["args"] = Namespace(**{name: getattr(state["args"], name) for name in STATED})
-        torch.save(state, path)
+    change_states(run, partial(keep_args, STATED))
     reshard.split(run, tmp_path / "out", to="megatron", ckpt_format="torch", tp=1, dp=1)
     (folder,) = (tmp_path / "out").rglob("mp_rank_00")
     assert (folder / "distrib_optim.pt").exists()
@@ -134,14 +143,11 @@ def test_a_program_that_states_few_arguments_keeps_what_the_files_show(
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning")
 def test_the_config_describes_a_model_whose_run_saved_other_arguments(megatron_case, tmp_path):
-    """Those of Megatron-SWIFT (ms-swift 4.6) state the grid and the optimizer alone."""
+    """Keep the arguments that Megatron-SWIFT (ms-swift 4.6) saves: the grid and the optimizer."""
     folder = megatron_case("llama_distopt_tp2dp2")
     run = shutil.copytree(folder / "torch_dist", tmp_path / "run")
-    (path,) = run.rglob("common.pt")
-    state = torch.load(path, weights_only=False)
     kept = (*STATED[:2], "use_distributed_optimizer", "bf16", "clip_grad")
-    state["args"] = Namespace(**{name: getattr(state["args"], name) for name in kept})
-    torch.save(state, path)
+    change_states(run, partial(keep_args, kept))
     expected = read_expected(folder)
     with reshard.open(run) as checkpoint:
         for name, held in expected["optimizer"].items():
@@ -229,13 +235,10 @@ def test_the_argument_that_divides_the_buffers_of_experts_is_named(megatron_case
     """A program that calls Megatron-core itself does not save all arguments."""
     case = megatron_case("mixtral_grouped_distopt_ep2dp2")
     run = shutil.copytree(case / "torch_dist", tmp_path / "run")
-    (path,) = run.rglob("common.pt")
-    state = torch.load(path, weights_only=False)
-    del state["args"].moe_use_legacy_grouped_gemm
-    torch.save(state, path)
+    change_states(run, lambda state: delattr(state["args"], "moe_use_legacy_grouped_gemm"))
     with pytest.raises(
         CorruptError,
-        match=r"is not divided as Megatron.s layout .*\n.*moe_use_legacy_grouped_gemm",
+        match=r"is not divided as in Megatron.s layout .*\n.*moe_use_legacy_grouped_gemm",
     ):
         reshard.open(run)
 
@@ -245,10 +248,7 @@ def test_whole_buffers_of_experts_are_left_out_if_no_argument_divides_them(megat
     """Their size is that of separate experts, and no piece ends at the edge of a parameter."""
     case = megatron_case("mixtral_grouped_distopt_ep2dp2")
     run = shutil.copytree(case / "torch_dist_gather_scatter", tmp_path / "run")
-    (path,) = run.rglob("common.pt")
-    state = torch.load(path, weights_only=False)
-    del state["args"].moe_use_legacy_grouped_gemm
-    torch.save(state, path)
+    change_states(run, lambda state: delattr(state["args"], "moe_use_legacy_grouped_gemm"))
     manifest = reshard.inspect(run).manifest
     assert not manifest.has_optimizer
     assert any("do not state moe_grouped_gemm and" in warning for warning in manifest.warnings)
