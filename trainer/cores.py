@@ -1,4 +1,4 @@
-"""How the threads of several ranks share the cores of a machine."""
+"""Share the cores of a machine among the threads of several ranks."""
 
 from __future__ import annotations
 

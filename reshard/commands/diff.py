@@ -346,8 +346,8 @@ def _explain_sides(report: DiffReport, left: Manifest, right: Manifest) -> Itera
     paired = {*report.equal_by_kind, *(each.kind for each in report.unequal)}
     if WEIGHT in only[0] & only[1] and WEIGHT not in paired:
         yield (
-            "no weight has one name in both. If Megatron or another program has its own names of"
-            " this model, compare what reshard convert --to dcp, or reshard merge, writes of it"
+            "no weight has the same name in both. If one of them has names of its own, as Megatron"
+            " does, compare the output of reshard convert --to dcp, or of reshard merge, instead"
         )
         return
     optimizers = {"A": left.has_optimizer, "B": right.has_optimizer}

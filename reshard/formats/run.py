@@ -38,7 +38,8 @@ PARTS = (  # folders of a checkpoint
     "weights",  # NeMo's
     "model_and_optim",  # OLMo-core's
     "lit_model.pth",  # litgpt's, if it is DCP
-    *("policy", "value"),  # NeMo RL's
+    "policy",  # NeMo RL's
+    "value",  # the same, with PPO
     "trainer",  # prime-rl's
 )
 _FOLDERS = ("checkpoints", "checkpoint", "ckpt", *PARTS)

@@ -248,7 +248,7 @@ def test_yarn_that_megatron_lacks_is_refused_by_name(keys, problem):
 
 
 def save_deepseek(place):
-    """Save a model of DeepSeek V3 as transformers does. Returns the model."""
+    """Save a model of DeepSeek V3 as transformers does, and return it."""
     config = transformers.DeepseekV3Config(
         **TINY | {"num_key_value_heads": TINY["num_attention_heads"]},
         moe_intermediate_size=8,

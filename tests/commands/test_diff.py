@@ -26,7 +26,7 @@ def test_other_names_of_the_same_model_are_explained(tmp_path):
     reshard.split(RUN, tmp_path / "dcp", to="dcp")
     report = reshard.diff(RUN, tmp_path / "dcp")
     (note,) = report.notes
-    assert note.startswith("no weight has one name in both")
+    assert note.startswith("no weight has the same name in both")
     reshard.split(tmp_path / "dcp", tmp_path / "megatron", to="megatron", tp=2)
     reshard.split(tmp_path / "megatron", tmp_path / "back", to="dcp")
     report = reshard.diff(tmp_path / "dcp", tmp_path / "back", kinds=["weight", "optimizer"])

@@ -75,7 +75,7 @@ def test_the_report_names_the_option_that_was_given(option, given, source, tmp_p
 
 
 def test_one_error_states_all_that_a_source_of_weights_alone_needs(tmp_path):
-    """What its Trainer saves with save_only_model."""
+    """Use the files that HF Trainer saves with ``save_only_model``."""
     folder = tmp_path / "checkpoint-2"
     folder.mkdir()
     save_file({"weight": torch.ones(2, 2)}, folder / "model.safetensors")

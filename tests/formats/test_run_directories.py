@@ -177,9 +177,9 @@ def test_positions_in_the_data_that_fit_no_other_number_of_ranks_are_named(tmp_p
 @pytest.mark.filterwarnings("ignore:torch.distributed is")
 @pytest.mark.parametrize("inner", [("", ""), ("model", "optim")])
 def test_nemo_rl_saves_weights_and_optimizer_beside_each_other(tmp_path, inner):
-    """They are two directories of DCP in ``policy``, and a data loader is beside that folder.
+    """Read two directories of DCP in ``policy``, which has a data loader beside it.
 
-    Those of NeMo Automodel are in folders of their own.
+    NeMo Automodel saves each of them into a folder of its own.
     """
     weight, run = torch.arange(6.0).view(2, 3), tmp_path / "run"
     moments = {"step": torch.tensor(4.0), "exp_avg": weight + 10, "exp_avg_sq": weight + 20}

@@ -83,20 +83,20 @@ class _Saved:
         Raises:
             TrainingError: a rank could not write its part, or DeepSpeed counted other steps.
         """
-        live, files_of_live = self.engine.live, self.engine.files
-        if live.global_steps != self.progress["step"]:
+        engine = self.engine
+        if engine.live.global_steps != self.progress["step"]:
             raise TrainingError(
-                f"DeepSpeed has counted {live.global_steps} steps, and the loop "
+                f"DeepSpeed has counted {engine.live.global_steps} steps, and the loop "
                 f"{self.progress['step']}",
                 "this is a bug of the trainer: please report it with the settings of the run",
             )
-        files_of_live.problem = None
+        engine.files.problem = None
         # The tag "." puts everything into the directory itself.
-        live.save_checkpoint(str(directory), tag=".", save_latest=False)
-        if files_of_live.problem:
+        engine.live.save_checkpoint(str(directory), tag=".", save_latest=False)
+        if engine.files.problem:
             raise TrainingError(
                 f"rank {ranks.rank} could not write its part of the checkpoint: "
-                f"{files_of_live.problem}"
+                f"{engine.files.problem}"
             )
 
     def copied(self, copy: Callable[[Any], Any]) -> NoReturn:

@@ -36,7 +36,7 @@ CHOOSING: Sequence[Pass] = (
     codes.match_config,
     passes.note_adapters,
     passes.compare_copies,
-    passes.note_missing,
+    passes.check_missing,
 )
 """The passes that choose the weights to write, each with its name and dtype."""
 
@@ -165,7 +165,7 @@ def _list_passes(options: MergeOptions) -> Sequence[Pass]:
             passes.choose_weights,
             codes.match_config,
             passes.compare_copies,
-            passes.note_missing,
+            passes.check_missing,
             *quantise,
             passes.lay_out,
         )

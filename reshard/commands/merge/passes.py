@@ -284,7 +284,7 @@ def compare_copies(merge: Merge) -> Merge:
     return replace(merge, untied=untied)
 
 
-def note_missing(merge: Merge) -> Merge:
+def check_missing(merge: Merge) -> Merge:
     """Warn about weights that the model has, and the output lacks; refuse incomplete layers.
 
     The model is known only if its names were compared (`choose_form`), because building it takes

@@ -46,12 +46,8 @@ from reshard.training.state import WritableState, build_writable_state, refuse_w
 
 _ID = 32  # characters of a save's id
 _SAMPLES, _SAMPLE_BYTES = 4, 4096  # samples of each file without checksums
-_NOT_IN_ID = {
-    "keeps_layout",
-    "model_hint",
-    "rng",
-    "weights_option",
-}  # fields that do not decide the layout
+# Fields of a request that do not decide the layout.
+_NOT_IN_ID = {"keeps_layout", "model_hint", "rng", "weights_option"}
 _ALSO_CHOOSE_OPTIMIZER = (
     "; the source has no optimizer state either, so also pass --init-optimizer none, or zeros with"
     " --param-groups FILE"

@@ -106,7 +106,7 @@ def read(location: Location, table: Table) -> Manifest:
     whole = index_entries(grid.sort_entries(e for e in weights if e.fqn not in second))
     if args.values:
         args = inferred.infer_model(args, {entry.fqn: entry.shape for entry in whole.values()})
-        args = inferred.infer_whole(args, {fqn for _, fqn in whole})
+        args = inferred.infer_depth_and_tying(args, {fqn for _, fqn in whole})
         args = inferred.infer_optimizer(args, distributed=_find_sharding(common) is not None)
     slots = [replace(e, fqn=second.get(e.fqn, e.fqn)) for e in _read_slots(keys, stored)]
     named = {slot.fqn for slot in slots}

@@ -102,7 +102,7 @@ def infer_model(args: Arguments, shapes: Mapping[str, Index]) -> Arguments:
     return replace(args, values={**args.values, **values}) if values else args
 
 
-def infer_whole(args: Arguments, fqns: Collection[str]) -> Arguments:
+def infer_depth_and_tying(args: Arguments, fqns: Collection[str]) -> Arguments:
     """Return arguments that state the number of layers and a tied embedding, as names show them.
 
     Megatron-SWIFT (ms-swift 4.6) saves its own arguments, and keeps those of the model in its

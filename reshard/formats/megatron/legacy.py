@@ -264,15 +264,15 @@ def _claim_stages(
     ends_model = find_norm(counts, mtp=args.mtp > 0) == len(counts) - 1
     begins_model = not any(map(args.values.get, _ENCODERS))
     predicting = {rank for rank, file in opened.items() if _has(file, _MTP)}
-    for about, pattern, stage, applies in (
-        ("first pipeline stage", _EMBEDDING, 0, begins_model),
-        ("last pipeline stage", _FINAL_NORM, args.pp - 1, ends_model),
+    for about, pattern, stage, applies, left_out in (
+        ("first pipeline stage", _EMBEDDING, 0, begins_model, predicting),
+        ("last pipeline stage", _FINAL_NORM, args.pp - 1, ends_model, set()),
     ):
         having = {rank for rank, file in opened.items() if _has(file, pattern)}
         if args.pp == 1 or not applies or not having:  # a model with other names has none
             continue
         for rank in opened:
-            if pattern is _EMBEDDING and rank in predicting:
+            if rank in left_out:
                 continue
             stated, expected = (
                 "this one" if held else "another" for held in (rank in having, rank.pp == stage)

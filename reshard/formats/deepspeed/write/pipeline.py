@@ -30,7 +30,7 @@ Stages = tuple[range, ...]  # the layers of each, by number
 
 @dataclass(frozen=True, slots=True)
 class Layer:
-    """One layer.
+    """One layer of the pipeline.
 
     Attributes:
         names: name in the layer's file -> the optimizer's name.

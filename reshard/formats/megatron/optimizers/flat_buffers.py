@@ -240,7 +240,7 @@ def make_layout_error(path: str, what: str, members: Sequence[Param], numel: int
         else ""
     )
     problem = (
-        f"{what} is not divided as Megatron's layout of its {len(members)} parameters is"
+        f"{what} is not divided as in Megatron's layout of its {len(members)} parameters"
         if numel == expected
         else f"{what} has {numel} elements, but Megatron's layout of its {len(members)} parameters"
         f" has {expected}"
