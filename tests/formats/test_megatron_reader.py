@@ -41,7 +41,7 @@ from reshard.formats.megatron.arguments import Arguments
 from reshard.formats.megatron.directory import covers_experts, find_ranks, list_saving_ranks
 from reshard.formats.megatron.optimizers import buckets, dist_flat, flat_buffers, frozen
 from reshard.formats.megatron.optimizers.buckets import Param
-from reshard.formats.megatron.optimizers.groups import explain_unassigned, is_of_muon
+from reshard.formats.megatron.optimizers.groups import explain_unassigned, updates_matrices
 from reshard.layouts.model_parallel.rules import load_table
 from reshard.state_dict.optimizers.states import ParsedOptimizer
 from tests.support.digests import compute_digests
@@ -758,6 +758,32 @@ def test_buffers_of_adam_beside_a_layer_wise_muon_have_its_parameters_alone(tmp_
     assert reshard.diff(flat, named, kinds=["weight", "optimizer"]).same
 
 
+@pytest.mark.parametrize("form", ["torch", "torch_dist"])
+def test_lion_has_the_matrices_of_layers_and_of_experts_and_adam_the_rest(tmp_path, form):
+    """A chain of three: Lion's groups do not name their optimizer, those of Adam do."""
+    unpack(PACKED_019.with_name("mixtral_lion_ep2.tar.xz"), tmp_path)
+    _check_bytes(tmp_path / form, 2)
+    options = {"pp": 2, "ep": 2, "dp": 2, "make_vocab_size_divisible_by": 8}
+    for to in ("torch", "torch_dist"):
+        report = reshard.split(tmp_path / form, tmp_path / f"{to}_out", ckpt_format=to, **options)
+        assert not any("Adam" in note for note in report.notes)
+        kinds = ["weight", "optimizer"]
+        assert reshard.diff(tmp_path / form, tmp_path / f"{to}_out", kinds=kinds).same
+    for place in (form, "torch_out", "torch_dist_out"):
+        with reshard.open(tmp_path / place) as checkpoint:
+            train = checkpoint.manifest.train
+            adams = set(checkpoint.optimizer("exp_avg_sq"))
+            lions = set(checkpoint) - adams
+        assert {name.split(".")[-2] for name in lions} == {
+            *("linear_qkv", "linear_proj", "linear_fc1", "linear_fc2", "router"),
+        }
+        members = {"adam": set(adams), None: lions}
+        for group in train.param_groups:
+            members[group.hyper.get("optimizer")] -= set(group.fqns)
+        assert members == {"adam": set(), None: set()}
+        assert train.optimizer_step.keys() == adams
+
+
 @pytest.mark.parametrize(
     ("kinds", "is_known"),
     [
@@ -823,7 +849,7 @@ def test_mup_and_decoupled_rates_give_parameters_other_groups(tmp_path):
     ],
 )
 def test_the_settings_of_a_group_tell_muon_from_other_optimizers(group, is_muon):
-    assert is_of_muon([group]) == is_muon
+    assert updates_matrices([group], [group]) == is_muon
 
 
 def test_muon_has_the_matrices_and_adam_the_rest(tmp_path):

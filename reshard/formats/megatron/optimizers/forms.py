@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from itertools import chain
 from math import prod
 from typing import Any
 
@@ -81,12 +82,13 @@ def divide_params(
 def _divide_among(
     states: Sequence[Any], params: Sequence[RankParam], args: Arguments, table: Table
 ) -> list[list[RankParam]]:
-    """Return the parameters of each optimizer of a chain, which Muon may begin.
+    """Return the parameters of each optimizer of a chain, which one of matrices (Muon) may begin.
 
     The experts have a Muon of their own unless layers are distributed over ranks
     (``core/optimizer/muon.py``).
     """
-    muons = [state for state in states if groups.is_of_muon(_list_groups(state))]
+    stored = list(map(_list_groups, states))
+    muons = [own for own in stored if groups.updates_matrices(own, list(chain(*stored)))]
     if not muons:
         return divide_params(len(states), params, args, table)
     matrices = [param for param in params if groups.is_matrix(param.fqn, param.shape)]

@@ -30,6 +30,7 @@ _ENDS = (
     names.LEGACY_OUTPUT,
 )
 _DEFAULT, _DECOUPLED, _SCALED = "default", "decoupled", "scaled by muP"  # schedules
+_OPTIMIZER = "optimizer"  # in a group: the optimizer, if it is not that of the matrices
 _MUONS = frozenset(("momentum_beta", "use_nesterov", "num_ns_steps"))
 
 
@@ -86,15 +87,27 @@ def is_matrix(fqn: str, shape: Index) -> bool:
     return len(shape) == 2 and fqn not in _ENDS
 
 
-def is_of_muon(groups: Sequence[Mapping[str, Any]]) -> bool:
-    """Return whether the groups of one optimizer are Muon's.
+def updates_matrices(
+    groups: Sequence[Mapping[str, Any]], chain: Sequence[Mapping[str, Any]]
+) -> bool:
+    """Return whether the groups are of Muon, or of another optimizer that updates matrices alone.
 
-    The package ``emerging_optimizers`` names the setting ``momentum_beta``, 0.3 ``momentum``,
-    as torch's SGD does, which has ``dampening`` besides.
+    Since core 0.18 (``core/optimizer/emerging_optimizers.py``) it may be Lion, SOAP and others; the
+    groups of all other parameters then state their optimizer. The package ``emerging_optimizers``
+    names a setting of Muon ``momentum_beta``, 0.3 ``momentum``, as torch's SGD does, which has
+    ``dampening`` besides.
+
+    Args:
+        groups: the groups of one optimizer.
+        chain: the groups of all optimizers of the run.
     """
+    others_are_named = any(_OPTIMIZER in group for group in chain)
     return any(
-        "betas" not in group
-        and (not _MUONS.isdisjoint(group) or ("momentum" in group and "dampening" not in group))
+        (others_are_named and _OPTIMIZER not in group)
+        or (
+            "betas" not in group
+            and (not _MUONS.isdisjoint(group) or ("momentum" in group and "dampening" not in group))
+        )
         for group in groups
     )
 

@@ -97,7 +97,8 @@ def _describe_torch_adam(choice: Resolved) -> Iterator[str]:
     the step before it loads one), ``core/optimizer/optimizer.py`` (``sharded_state_dict`` does not
     save a step of 0). 0.16.1 has the same lines.
     """
-    if not choice.groups.groups or any("step" in group.hyper for group in choice.groups.groups):
+    adams = [group for group in choice.groups.groups if group.of_adam]
+    if not adams or any("step" in group.hyper for group in adams):
         return
     if choice.wanted.distributed:
         yield (

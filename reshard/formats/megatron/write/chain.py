@@ -1,6 +1,6 @@
 """The states of an optimizer, or of a chain: of all parameters but the experts, and theirs.
 
-Muon's come before Adam's.
+Those of matrices alone (Muon's) come before Adam's.
 
 Source: Megatron-LM core_v0.16.1 ``core/optimizer/optimizer.py`` (``state_dict`` of each class),
 ``core/optimizer/distrib_optimizer.py`` (``state_dict``), ``core/optimizer/muon.py``.
@@ -28,8 +28,8 @@ def make_states(choice: Resolved, inner: Inner, fqns: Sequence[str]) -> list[Sta
     """
     groups = choice.groups.list_for_rank(fqns)
     chain = [
-        [each for each in groups if (each.is_muon, each.is_expert) == (of_muon, of_experts)]
-        for of_muon in (True, False)
+        [each for each in groups if (each.of_matrices, each.is_expert) == (of_matrices, of_experts)]
+        for of_matrices in (True, False)
         for of_experts in (False, True)
     ]
     chain = list(filter(None, chain))

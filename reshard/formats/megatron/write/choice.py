@@ -161,7 +161,7 @@ class Resolved:
             return f"not copied: the loss scaler, which a run in {self.precision} does not have"
         if loss_scale.convert_to_torch(scaler) is None:
             return "not copied: the loss scaler, because it is not dynamic"
-        count = len({(group.is_muon, group.is_expert) for group in self.groups.groups})
+        count = len({(group.of_matrices, group.is_expert) for group in self.groups.groups})
         if len(self._list_chained_scalers()) in (0, count):
             return ""
         return "not copied: the loss scaler of the experts' optimizer, which the new run lacks"

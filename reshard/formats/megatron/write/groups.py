@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from reshard.errors import CorruptError, UnsupportedError, shown
-from reshard.formats.megatron.optimizers.groups import is_of_muon
+from reshard.formats.megatron.optimizers.groups import updates_matrices
 from reshard.formats.target_options import Adam
 from reshard.training.state import TrainedGroup, TrainedParameter, WritableState
 from reshard.units import some
@@ -33,7 +33,8 @@ class MegatronGroup:
     hyper: Mapping[str, Any]
     fqns: frozenset[str]
     is_expert: bool
-    is_muon: bool = False
+    of_matrices: bool = False
+    of_adam: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,8 +91,11 @@ def make_groups(state: WritableState, experts: frozenset[str], adam: Adam | None
         else _group_by_shape(state.groups, notes)
     )
     fused = adam == "fused" or (adam is None and not (is_megatron and _is_torch(state)))
+    chain = [hyper for hyper, _ in sources]
     merged: dict[tuple[Any, ...], tuple[dict[str, Any], list[str]]] = {}
     for hyper, fqns in sources:
+        of_matrices = updates_matrices([hyper], chain)
+        of_adam = _is_adam(hyper, of_matrices)
         for is_expert in (False, True):
             members_here = [fqn for fqn in fqns if (fqn in experts) == is_expert]
             # Megatron's own groups stay even if empty: all ranks must have the same
@@ -99,11 +103,12 @@ def make_groups(state: WritableState, experts: frozenset[str], adam: Adam | None
             if not members_here and (is_expert or not is_megatron):
                 continue
             completed = {
-                **_complete_hyper(hyper, fused=fused),
+                **_complete_hyper(hyper, fused=fused and of_adam),
                 "is_expert_parallel": is_expert,
             }
             identity = (
-                is_of_muon([hyper]),
+                of_matrices,
+                of_adam,
                 *(_get_setting(completed, key, state) for key in (*_IDENTITY, *_SINCE_019)),
             )
             known = merged.setdefault(identity, (completed, []))
@@ -119,16 +124,17 @@ def make_groups(state: WritableState, experts: frozenset[str], adam: Adam | None
     groups = tuple(
         MegatronGroup(
             hyper
-            if not fused or is_of_muon([hyper])
+            if not (fused and of_adam)
             else {**hyper, "step": count_updates(map(members.__getitem__, fqns), state)},
             frozenset(fqns),
             bool(hyper["is_expert_parallel"]),
-            is_of_muon([hyper]),
+            of_matrices,
+            of_adam,
         )
-        for hyper, fqns in merged.values()
+        for (of_matrices, of_adam, *_), (hyper, fqns) in merged.items()
         if fqns or not hyper["is_expert_parallel"]
     )
-    if is_megatron and len({identity[: 1 + len(_IDENTITY)] for identity in merged}) < len(merged):
+    if is_megatron and len({identity[: 2 + len(_IDENTITY)] for identity in merged}) < len(merged):
         notes.append(
             "some param groups differ only in their learning rates: core 0.16 to 0.18, which do not"
             " tell such groups apart, load the settings of one for both; load it with core 0.19 or"
@@ -148,6 +154,11 @@ def _get_setting(hyper: Mapping[str, Any], key: str, state: WritableState) -> An
         f"has a param group whose {key} is {shown(value)}, expected a number",
         "pass the groups with --param-groups FILE, or write the weights with --weights-only",
     )
+
+
+def _is_adam(hyper: Mapping[str, Any], of_matrices: bool) -> bool:
+    """Return whether Adam updates a group, in a run of Adam or beside an optimizer of matrices."""
+    return not of_matrices and hyper.get("optimizer", "adam") == "adam"
 
 
 def _is_torch(state: WritableState) -> bool:
@@ -229,7 +240,7 @@ def _complete_hyper(hyper: Mapping[str, Any], *, fused: bool) -> dict[str, Any]:
         **{key: value for key, value in hyper.items() if key != "param_names"},
     }
     completed.pop("step", None)
-    if not fused or is_of_muon([hyper]):
+    if not fused:
         return completed
     for key in _TORCH_ONLY:  # settings of torch's AdamW, which the fused Adams lack
         completed.pop(key, None)
