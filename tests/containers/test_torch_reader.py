@@ -116,7 +116,7 @@ def test_views_of_one_storage_share_it(tmp_path, form):
 
 def test_a_save_that_failed_on_an_object_is_told(tmp_path):
     """Torch closes the archive properly if pickling raises."""
-    with pytest.raises(AttributeError):
+    with pytest.raises((AttributeError, pickle.PicklingError)):  # the second in Python 3.14
         torch.save({"w": torch.ones(2), "f": lambda: 0}, tmp_path / "x.pt")
     with pytest.raises(CorruptError, match=r"torch\.save failed while it wrote the file"):
         torch_reader.read(tmp_path / "x.pt")
