@@ -25,6 +25,7 @@ if TYPE_CHECKING:  # at run time, `__getattr__` imports these on first use
     from reshard.api import inspect as inspect
     from reshard.api import merge as merge
     from reshard.api import open as open  # noqa: A004 - reshard.open reads as it should
+    from reshard.api import open_files as open_files
     from reshard.api import plan as plan
     from reshard.api import resume_check as resume_check
     from reshard.api import split as split
@@ -38,7 +39,6 @@ if TYPE_CHECKING:  # at run time, `__getattr__` imports these on first use
     from reshard.commands.merge.options import MergeOptions as MergeOptions
     from reshard.commands.merge.report import MergeReport as MergeReport
     from reshard.commands.open_files import FilesOptions as FilesOptions
-    from reshard.commands.open_files import open_files as open_files
     from reshard.commands.plan.options import PlanOptions as PlanOptions
     from reshard.commands.plan.report import PlanReport as PlanReport
     from reshard.commands.resume_check.options import ResumeCheckOptions as ResumeCheckOptions
@@ -78,7 +78,6 @@ _HOMES = {  # of the public names that are not in `reshard.api`
     "VerifyOptions": "reshard.commands.verify.options",
     "VerifyReport": "reshard.commands.verify.report",
     "check_file": "reshard.commands.verify.files",
-    "open_files": "reshard.commands.open_files",
     "stamp": "reshard.hooks",
     "stamp_engine": "reshard.hooks",
 }

@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import inspect as introspection
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ParamSpec, Protocol, TypeVar
 
@@ -16,6 +17,7 @@ from reshard.commands.average.options import AverageOptions
 from reshard.commands.diff import DiffOptions
 from reshard.commands.inspect import InspectOptions
 from reshard.commands.merge.options import MergeOptions
+from reshard.commands.open_files import FilesOptions
 from reshard.commands.options import SourceOptions
 from reshard.commands.plan.options import PlanOptions
 from reshard.commands.resume_check.options import ResumeCheckOptions
@@ -33,6 +35,7 @@ if TYPE_CHECKING:
     from reshard.commands.resume_check.report import ResumeReport
     from reshard.commands.split.report import SplitReport
     from reshard.commands.verify.report import VerifyReport
+    from reshard.engine.move.on_demand import OnDemandFiles
     from reshard.tensors.lazy import Checkpoint
 
 _P = ParamSpec("_P")
@@ -193,6 +196,20 @@ def open(path: Paths, options: SourceOptions) -> Checkpoint:  # noqa: A001 - res
 
     manifest = formats.read(path, **options.reader_arguments())
     return Checkpoint(keys.edit(manifest, keys.Edits()).manifest)
+
+
+@_of_source(FilesOptions)
+def open_files(source: Paths, options: FilesOptions) -> AbstractContextManager[OnDemandFiles]:
+    """Open the files that `merge` or `split` would write; keywords as in `FilesOptions`.
+
+    Nothing is written: each byte is computed when it is read.
+
+    Raises:
+        ReshardError: the source cannot be read, trusted or laid out.
+    """
+    from reshard.commands.open_files import open_files as run
+
+    return run(source, options)
 
 
 @_of_path(InspectOptions)

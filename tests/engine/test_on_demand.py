@@ -12,7 +12,6 @@ import pytest
 import torch
 
 import reshard
-from reshard.commands.open_files import FilesOptions, open_files
 from reshard.commands.split.options import SplitOptions
 from reshard.core.box import whole
 from reshard.core.chunks import Chunk
@@ -62,9 +61,17 @@ def saved(tmp_path):
 
 def test_checksums_of_records_are_those_of_the_written_file(saved, tmp_path):
     reshard.split(saved, tmp_path / "out", to="dcp", world_size=2)
-    with open_files(saved, FilesOptions(to="dcp", world_size=2)) as files:
+    with reshard.open_files(saved, to="dcp", world_size=2) as files:
         for path in (tmp_path / "out").iterdir():
             assert files.open(path.name).read() == path.read_bytes()
+
+
+def test_files_without_options_are_those_of_merge(saved, tmp_path):
+    reshard.merge(saved, tmp_path / "out")
+    with reshard.open_files(saved) as files:
+        assert set(files) == {path.name for path in (tmp_path / "out").iterdir()}
+        for name in files:
+            assert files.open(name).read() == (tmp_path / "out" / name).read_bytes()
 
 
 def test_torch_loads_a_file_that_is_nowhere(saved):
@@ -118,7 +125,7 @@ def test_open_files_follow_on_overflow_as_merge_does(large, tmp_path, on_overflo
     options = {"dtype": "fp16", "on_overflow": on_overflow}
     written = reshard.merge(large, tmp_path / "out", **options)
     data = (tmp_path / "out" / "model.safetensors").read_bytes()
-    with reshard.open_files(large, reshard.FilesOptions(**options)) as files:
+    with reshard.open_files(large, **options) as files:
         assert files.open("model.safetensors").read() == data
         assert files.read("model.safetensors", 501, len(data)) == data[501:]
         assert files.overflowed == written.overflowed == {"large": 1000}
@@ -128,7 +135,7 @@ def test_open_files_follow_on_overflow_as_merge_does(large, tmp_path, on_overflo
 
 
 def test_open_files_refuse_only_the_ranges_that_overflow(large):
-    with reshard.open_files(large, reshard.FilesOptions(dtype="fp16")) as files:
+    with reshard.open_files(large, dtype="fp16") as files:
         name = "model.safetensors"
         data = files.nbytes(name)
         for _ in range(2):

@@ -19,6 +19,7 @@ import safetensors.torch
 import torch
 
 import reshard
+from reshard.commands.open_files import open_files
 from reshard.commands.serve import ServeOptions, create_server
 from tests.support.programs import LIMIT_S
 from tests.support.sample_tensors import same
@@ -39,7 +40,7 @@ def serving(source, **chosen):
     said = []
     options = ServeOptions(port=0, **chosen)
     with (
-        reshard.open_files(source, options) as files,
+        open_files(source, options) as files,
         create_server(files, options, said.append) as server,
     ):
         threading.Thread(target=server.serve_forever, daemon=True).start()

@@ -12,7 +12,6 @@ from safetensors.torch import load_file, save_file
 
 import reshard
 from reshard import formats
-from reshard.commands.serve import ServeOptions
 from reshard.errors import (
     CorruptError,
     IncompleteError,
@@ -249,7 +248,7 @@ def test_any_box_can_be_read(mixed, tmp_path, monkeypatch, method, kept):
 def test_values_are_served_and_named_in_other_processes(mixed, tmp_path):
     source, _ = mixed
     reshard.merge(source, tmp_path / "out", dtype="bf16")
-    with reshard.open_files(source, ServeOptions(dtype="bf16")) as files:
+    with reshard.open_files(source, dtype="bf16") as files:
         assert set(files) == {path.name for path in (tmp_path / "out").iterdir()}
         for path in (tmp_path / "out").iterdir():
             assert files.open(path.name).read() == path.read_bytes()
