@@ -102,11 +102,8 @@ def _choose_form(base: Manifest, companions: Companions, layers: Sequence[str]) 
     Its files may have the experts one by one, other prefixes, or another name of the head. A base
     that uses its embedding as the head has no head under any names.
     """
-    config = companions.config
-    if config is None or not library.may_be_converted(config):
-        return base
-    missing = base_names.list_missing(base, layers)
-    if not missing:
+    config, missing = companions.config, base_names.list_missing(base, layers)
+    if config is None or not missing or not library.may_be_converted(config):
         return base
     try:
         form = published.choose_form(base, ModelConfig(config, companions.directory), "module")
