@@ -10,6 +10,7 @@ Source: transformers 5.24 ``conversion_mapping.py`` (keys are model types and cl
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from functools import cache
 from importlib.util import find_spec
@@ -20,7 +21,11 @@ _TIED = re.compile(r"_tied_weights_keys\s*(?::[^=\n]*)?=\s*\{(.*?)\}", re.DOTALL
 _TIED_PAIR = re.compile(r"[\"']([^\"']+)[\"']\s*:\s*[\"']([^\"']+)[\"']")
 # A key of a dict, or the subscript of an assignment. ``ast`` finds the same keys in 20 ms more.
 _MAPPING_KEY = re.compile(r"""["']([\w-]+)["'](?=\s*:)|(?<=\w\[)["']([\w-]+)["'](?=\])""")
-_NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")
+_CLASS = re.compile(r"^class (\w+)\(", re.MULTILINE)
+_LAYER = re.compile(r"\bnn\.ModuleList\(\s*\[\s*(\w+)\(")
+_PART = re.compile(r"^( +)self\.(\w+) = (?:nn\.)?(\w+)\(", re.MULTILINE)
+_OWNS_WEIGHTS = re.compile(r"Linear|Embedding|Conv\w+|\w*Norm|Parameter")
+_INDENT = 8  # columns before a statement of ``__init__`` that no condition precedes
 _WORD = re.compile(r"[A-Za-z_]\w*")
 INSTALL = "pip install 'reshard[transformers]'"
 HEAD = "lm_head.weight"
@@ -50,7 +55,7 @@ def may_be_converted(config: Mapping[str, Any]) -> bool:
 
 
 def may_lack_weights(config: Mapping[str, Any], names: Collection[str]) -> bool:
-    """Return whether a config states experts, or more layers, of which no tensor is stored.
+    """Return whether a model may have weights in its layers of which no tensor is stored.
 
     Args:
         config: content of the model's ``config.json``.
@@ -58,9 +63,21 @@ def may_lack_weights(config: Mapping[str, Any], names: Collection[str]) -> bool:
     """
     if _states_experts(config) and not any("expert" in name for name in names):
         return True
+    numbers: set[str] = set()
+    stored: set[str] = set()
+    for name in names:
+        words = name.split(".")
+        places = [place for place, word in enumerate(words) if word.isdigit()]
+        numbers.update(words[place] for place in places[:1])
+        for start in places:
+            ends = range(start + 2, len(words) + 1)
+            stored.update(".".join(words[start + 1 : end]) for end in ends)
     layers = config.get("num_hidden_layers")
-    numbers = {match[0] for match in map(_NUMBER.search, names) if match}
-    return type(layers) is int and len(numbers) < layers
+    if type(layers) is int and len(numbers) < layers:
+        return True
+    kinds = (_list_layers(model_type) for model_type in _list_model_types(config))
+    # A file of a model type may have layers of other parts (audio), so one kind must be complete.
+    return any(each and not any(parts <= stored for parts in each) for each in kinds)
 
 
 def _states_experts(config: Mapping[str, Any]) -> bool:
@@ -70,6 +87,34 @@ def _states_experts(config: Mapping[str, Any]) -> bool:
         else "experts" in key and type(value) is int and value > 0
         for key, value in config.items()
     )
+
+
+@cache
+def _list_layers(model_type: str) -> list[set[str]]:
+    """Return the paths of the parts with weights of each kind of layer that a model type has."""
+    text = _read_modeling(model_type) or ""
+    pieces = _CLASS.split(text)[1:]  # the name and the body of each class in turn
+    classes = dict(zip(pieces[::2], pieces[1::2], strict=True))
+    layers = (_list_parts(classes, kind) for kind in set(_LAYER.findall(text)))
+    return [parts for parts in layers if parts]
+
+
+def _list_parts(classes: Mapping[str, str], kind: str) -> set[str]:
+    """Return the paths of the parts with weights that every object of a class has."""
+    others = {name: body for name, body in classes.items() if name != kind}
+    assigned = _PART.findall(classes.get(kind, ""))
+    times = Counter(part for _, part, _ in assigned)
+    paths = set()
+    for indent, part, its_kind in assigned:
+        if its_kind in others:
+            inner = {f"{part}.{path}" for path in _list_parts(others, its_kind)}
+        else:
+            inner = {part} if _OWNS_WEIGHTS.fullmatch(its_kind) else set()
+        if len(indent) == _INDENT:
+            paths |= inner
+        elif inner and times[part] > 1:  # each branch of a condition assigns it
+            paths.add(part)
+    return paths
 
 
 def may_be_tied(config: Mapping[str, Any], names: Iterable[str]) -> bool:

@@ -342,6 +342,7 @@ def test_a_head_that_only_the_model_has_is_named(tmp_path):
         ("MixtralForCausalLM", r"layers\.1\..*\.experts"),
         ("GptOssForCausalLM", r"\.experts"),
         ("LlamaForCausalLM", r"layers\.0\."),
+        ("LlamaForCausalLM", r"\.down_proj\."),
     ],
 )
 def test_layers_without_their_weights_are_refused(kind, lost, tmp_path):
@@ -362,6 +363,41 @@ def test_layers_without_their_weights_are_refused(kind, lost, tmp_path):
     assert all(torch.equal(filled[name], value) for name, value in whole.items())
     reshard.merge(lacking, tmp_path / "part", names="source")
     assert load_file(tmp_path / "part" / "model.safetensors").keys() == stored.keys()
+
+
+@pytest.mark.parametrize(
+    ("name", "model_type"),
+    [
+        ("GPT2LMHeadModel", "gpt2"),
+        ("LlamaForCausalLM", "llama"),
+        ("OPTForCausalLM", "opt"),
+        ("PhiForCausalLM", "phi"),
+        ("Qwen3ForCausalLM", "qwen3"),
+    ],
+)
+def test_a_part_that_all_layers_lack_is_found_without_building_the_model(name, model_type):
+    config = transformers.AutoConfig.for_model(model_type, **TEXT, n_layer=2, pad_token_id=0)
+    with torch.device("meta"):
+        names = [*getattr(transformers, name)(config).state_dict()]
+    content = json.loads(config.to_json_string())
+    assert not library.may_lack_weights(content, names)
+    pieces = [re.split(r"\.\d+\.", name) for name in names]
+    parts = {piece[1].rpartition(".")[0] for piece in pieces if len(piece) == 2}
+    assert len(parts) >= 6
+    for part in parts:
+        assert library.may_lack_weights(content, [n for n in names if f".{part}." not in n]), part
+
+
+def test_norms_that_all_layers_lack_are_named(tmp_path):
+    config = transformers.AutoConfig.for_model("qwen3", **TEXT, head_dim=8)
+    config.architectures = ["Qwen3ForCausalLM"]
+    transformers.Qwen3ForCausalLM(config).save_pretrained(tmp_path / "run")
+    stored = load_file(tmp_path / "run" / "model.safetensors")
+    stored = {name: value for name, value in stored.items() if "k_norm" not in name}
+    save_file(stored, tmp_path / "run" / "model.safetensors")
+    (warning,) = reshard.merge(tmp_path / "run", tmp_path / "out").warnings
+    assert "2 tensors that the checkpoint lacks" in warning
+    assert "k_norm" in warning
 
 
 def test_every_model_that_transformers_converts_is_found_in_its_source():
