@@ -4,7 +4,8 @@
 
 Writes random weights as Hugging Face files in fp32 and bf16, and as DeepSpeed's files of ZeRO 2 on
 4 ranks. The script loads all models, stacks their tensors and takes the mean. The limit is a loop
-that reads all input bytes and writes as many bytes as the mean has in fp32.
+that reads all input bytes and writes as many bytes as the mean has in fp32. ``--cold DIR`` writes
+the models to a disk and drops them from the page cache before each run.
 """
 
 from __future__ import annotations
@@ -109,18 +110,21 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--forms", nargs="+", choices=FORMS, default=FORMS)
     parser.add_argument("--place", type=Path, default=Path("/dev/shm/bench-average"))
+    parser.add_argument("--cold", type=Path, metavar="DIR", help="a new folder on a disk")
     args = parser.parse_args()
+    models = args.cold or args.place / "models"
     for form in args.forms:
         args.place.mkdir(parents=True)
         try:
             # A process of its own: the peak memory of a child counts what its parent has.
             with get_context("spawn").Pool(1) as pool:
-                paths = pool.apply(make, (args.place, form, args.count, args.size))
+                paths = pool.apply(make, (models, form, args.count, args.size))
             contenders = list_contenders(paths, form, args.place / "spans.json")
-            compete(contenders, args.place / "out" / "x", args.rounds)
+            compete(contenders, args.place / "out" / "x", args.rounds, cold=args.cold)
             report(f"mean of {args.count} x {args.size} M parameters, {form}", contenders)
         finally:
             shutil.rmtree(args.place)
+            shutil.rmtree(models, ignore_errors=True)
 
 
 if __name__ == "__main__":

@@ -102,18 +102,35 @@ class _Disk:
 Compare = Callable[[Path, Path], None]
 
 
+def forget(folder: Path) -> None:
+    """Drop all files of a folder from the page cache, so that the next run reads the disk."""
+    for path in folder.rglob("*"):
+        if path.is_file():
+            with path.open("rb") as file:
+                os.fsync(file.fileno())  # pages that are not on the disk yet would stay
+                os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+
+
 def compete(
-    field_of: Sequence[Contender], out: Path, rounds: int, compare: Compare | None = None
+    field_of: Sequence[Contender],
+    out: Path,
+    rounds: int,
+    compare: Compare | None = None,
+    *,
+    cold: Path | None = None,
 ) -> None:
     """Run all contenders in turns, after one round that is not counted.
 
     Args:
         compare: given what another made and what the first contender made, in the round that is
             not counted; the bare loop's output is no model.
+        cold: a folder that is dropped from the page cache before each run.
     """
     reference = out.parent.with_name("reference.safetensors")
     for number in range(rounds + 1):
         for contender in field_of:
+            if cold:
+                forget(cold)
             measure(contender, out)
             if number:
                 continue
