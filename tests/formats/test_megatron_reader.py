@@ -758,6 +758,39 @@ def test_buffers_of_adam_beside_a_layer_wise_muon_have_its_parameters_alone(tmp_
     assert reshard.diff(flat, named, kinds=["weight", "optimizer"]).same
 
 
+@pytest.mark.parametrize("form", ["torch", "torch_dist", "torch_dist_gather_scatter"])
+def test_hybrid_models_of_core_0_19_state_their_stages_by_bars(tmp_path, form):
+    """Stages of one and three layers; the last one also has MTP, of an attention and an MLP."""
+    unpack(PACKED_019.with_name("hybrid_mtp_pp2.tar.xz"), tmp_path)
+    _check_bytes(tmp_path / form, 4)
+    out = tmp_path / "out"
+    sizes = {"tp": 1, "pp": 2, "dp": 1, "stage_layers": "3,1", "make_vocab_size_divisible_by": 8}
+    reshard.split(tmp_path / form, out, ckpt_format="torch", **sizes)
+    assert reshard.diff(tmp_path / form, out, kinds=["weight", "optimizer"]).same
+    places = (tmp_path / "torch" / STEP, out / STEP)
+    before, after = (
+        [read_root(path) for path in sorted(place.rglob("model_optim_rng.pt"))] for place in places
+    )
+    assert after[0]["args"].hybrid_layer_pattern == "M*-|M/*-"
+    # The second Mamba layer is the last layer of both, and the optimizer numbers its parameters.
+    old, new = (
+        [name for name in root["model"] if ".mixer." in name or name.startswith("mtp.")]
+        for root in (before[1], after[1])
+    )
+    old = [name.replace("decoder.layers.2.", "decoder.layers.0.") for name in old]
+    assert "decoder.layers.0.mixer.conv1d_weight" in old
+    assert "mtp.layers.0.mtp_model_layer.layers.0.self_attention.core_attention._extra_state" in old
+    assert set(new) == set(old)
+    assert [n for n in new if "_extra" not in n] == [n for n in old if "_extra" not in n]
+    reshard.split(out, tmp_path / "whole", ckpt_format="torch_dist", tp=1, pp=1, dp=1)
+    with reshard.open(tmp_path / "whole") as checkpoint:
+        assert checkpoint.manifest.train.config["hybrid_layer_pattern"] == "M*-M/*-"
+        keys = DcpReader(tmp_path / "whole" / STEP).read_metadata().state_dict_metadata
+    assert "decoder.layers.0.mixer.conv1d.weight.x" in keys
+    assert "output_layer._extra_state/shard_0_1" in keys
+    assert reshard.diff(tmp_path / "whole", out, kinds=["weight", "optimizer"]).same
+
+
 @pytest.mark.parametrize("form", ["torch", "torch_dist"])
 def test_lion_has_the_matrices_of_layers_and_of_experts_and_adam_the_rest(tmp_path, form):
     """A chain of three: Lion's groups do not name their optimizer, those of Adam do."""

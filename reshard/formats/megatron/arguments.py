@@ -29,7 +29,10 @@ _MULTIPLIED = re.compile(r"\(([^)]+)\)\*(\d{1,9})"), re.compile(r"(.)\*(\d{1,9})
 _LAYOUT = "pipeline_model_parallel_layout"
 _ENDS = ("decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers")
 _COUNTED_ENDS = ("account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split")
+PATTERN = "hybrid_layer_pattern"  # a letter for each layer of a hybrid model: see `split_pattern`
 _DECODER, _MTP = "t", "m"
+_BAR = "|"
+_HYBRID = (PATTERN, "hybrid_override_pattern", "is_hybrid_model")
 _LETTERS = {  # names of a layer, and its value of LayerType (``core/transformer/enums.py``)
     **dict.fromkeys(("decoder", "t", "4"), _DECODER),
     **dict.fromkeys(("mtp", "m", "5"), _MTP),
@@ -172,7 +175,8 @@ class Arguments:
     def states_layers(self) -> bool:
         """Whether the layers of each stage are stated, and not the same in each by default."""
         names = (_LAYOUT, *_ENDS, *_COUNTED_ENDS)
-        return any(self.values.get(name) not in (None, False) for name in names)
+        is_stated = any(self.values.get(name) not in (None, False) for name in names)
+        return is_stated or bool(self._list_segments())
 
     def list_layers(self) -> tuple[tuple[int, ...], ...]:
         """Return the number of transformer layers as ``layers[chunk][stage]``.
@@ -183,9 +187,11 @@ class Arguments:
         Raises:
             CorruptError: the stages do not divide the layers.
         """
-        layout = self._list_stated_layers()
+        layout, segments = self._list_stated_layers(), self._list_segments()
         if layout:
             return self._arrange_in_rows([stage.count(_DECODER) for stage in layout])
+        if segments:
+            return self._arrange_in_rows(list(map(len, segments)))
         ends = [self.values.get(name) for name in _ENDS]
         # With these flags the embedding and the loss count as a layer of the first and last chunk.
         embedding, loss = (int(self.flag(name)) for name in _COUNTED_ENDS)
@@ -229,6 +235,11 @@ class Arguments:
         elif isinstance(layout, Mapping):  # what `to_plain` makes of a call
             layout = layout.get("state", {}).get("input_data")
         return _parse_layout(self.source, layout) if layout else []
+
+    def _list_segments(self) -> list[str]:
+        """Return the letters of the layers of each chunk of a hybrid model, if they are stated."""
+        segments = split_pattern(self.values.get(PATTERN))[0].split(_BAR)
+        return segments if len(segments) > 1 and self.pp > 1 else []
 
     def _arrange_in_rows(self, counts: list[int]) -> tuple[tuple[int, ...], ...]:
         if len(counts) % self.pp:
@@ -285,14 +296,36 @@ def has_own_configs(args: Mapping[str, Any]) -> bool:
     return any(args.get(name) for name in _OWN_CONFIGS)
 
 
+def split_pattern(pattern: Any) -> tuple[str, str]:
+    """Return the letters of a hybrid model's layers, and those of its multi-token prediction.
+
+    Bars divide the layers of the chunks; without bars each stage has as many. The second part keeps
+    its slashes, one before each layer of multi-token prediction.
+
+    Source: core_v0.19.2 ``core/models/hybrid/hybrid_layer_allocation.py``.
+
+    >>> split_pattern("M-|M*-/*-/*-")
+    ('M-|M*-', '/*-/*-')
+    """
+    main, slash, rest = pattern.partition("/") if isinstance(pattern, str) else ("", "", "")
+    return main, slash + rest
+
+
+def is_hybrid(args: Mapping[str, Any]) -> bool:
+    """Return whether a run has Megatron's hybrid model, with layers of several kinds."""
+    return any(args.get(name) for name in _HYBRID)
+
+
 def numbers_layers(args: Mapping[str, Any]) -> bool:
     """Return whether torch_dist numbers the layers, also if they are alike, instead of stacking.
 
-    Source: ``core/transformer/transformer_block.py`` (``sharded_state_dict``).
+    Source: ``core/transformer/transformer_block.py``, ``core/models/hybrid/hybrid_block.py``
+    (``sharded_state_dict``).
     """
     patterns = (args.get(name) for name in ("moe_layer_freq", "linear_attention_freq"))
     return (
         has_own_configs(args)
+        or is_hybrid(args)
         or args.get("hetereogenous_dist_checkpoint") is True  # sic: Megatron's spelling
         or any(isinstance(each, list) or (type(each) is int and each > 1) for each in patterns)
     )
@@ -331,7 +364,7 @@ def _parse_layout(source: str, layout: Any) -> list[str]:
                     source, f"has a pipeline layout of too many layers: {layout[:60]!r}"
                 )
             text = pattern.sub(lambda m: m[1] * int(m[2]), text)
-        return text.split("|")
+        return text.split(_BAR)
     expect(source, layout, sequence(sequence()), "args.pipeline_model_parallel_layout")
     return ["".join(map(_find_letter, stage)) for stage in layout]
 

@@ -108,6 +108,8 @@ def read(location: Location, table: Table) -> Manifest:
         args = inferred.infer_model(args, {entry.fqn: entry.shape for entry in whole.values()})
         args = inferred.infer_depth_and_tying(args, {fqn for _, fqn in whole})
         args = inferred.infer_optimizer(args, distributed=_find_sharding(common) is not None)
+        has_convolution = any(map(names.is_convolution, of_model))
+        args = inferred.infer_convolution(args, since_019=has_convolution and _COMMON in objects)
     slots = [replace(e, fqn=second.get(e.fqn, e.fqn)) for e in _read_slots(keys, stored)]
     named = {slot.fqn for slot in slots}
     buffers = dist_flat.FlatBuffers(stored, objects, whole, args, table, str(location), named)

@@ -136,6 +136,15 @@ def infer_optimizer(args: Arguments, *, distributed: bool) -> Arguments:
     return _add(args, "use_distributed_optimizer", True) if distributed else args
 
 
+def infer_convolution(args: Arguments, *, since_019: bool) -> Arguments:
+    """Return arguments that state where a Mamba layer has its convolution.
+
+    Args:
+        since_019: whether core 0.19 or later saved the files.
+    """
+    return _add(args, names.CONVOLUTION_SINCE_019, True) if since_019 else args
+
+
 def infer_tied(args: Arguments, first: RankFile, last: RankFile) -> Arguments:
     """Return arguments that state a tied embedding if the last stage has a copy of its values.
 

@@ -78,6 +78,9 @@ def read(location: Location, table: Table) -> Manifest:
     extra = (name for file in opened.values() for chunk in file.chunks for name in chunk.extra)
     args = inferred.infer_layers(inferred.infer_model(args, _list_shapes(opened)), extra)
     args = inferred.infer_optimizer(args, distributed=flat)
+    chunks = [chunk for file in opened.values() for chunk in file.chunks]
+    is_new = any(chunk.convolution_since_019 for chunk in chunks)
+    args = inferred.infer_convolution(args, since_019=is_new)
     begin = min(opened)
     end = min(rank for rank in opened if (rank.pp, rank.tp) == (args.pp - 1, begin.tp))
     args = inferred.infer_tied(args, opened[begin], opened[end])
@@ -101,8 +104,8 @@ def read(location: Location, table: Table) -> Manifest:
         notes.append(f"{missing}: the checkpoint lacks the optimizer's state")
     files = {**whole.files, **_add_claims(opened, args)}
     whole = replace(whole, files=files, warnings=tuple(notes))
-    chunks = [chunk for file in opened.values() for chunk in file.chunks]
-    misplaced = next(filter(None, (order.find_misplaced(chunk.params) for chunk in chunks)), None)
+    listed = ([order.spell(name, args) for name in chunk.params] for chunk in chunks)
+    misplaced = next(filter(None, map(order.find_misplaced, listed)), None)
     found = {
         order.MISPLACED: misplaced,
         names.MTP_SINCE_017: any(chunk.mtp_since_017 for chunk in chunks),

@@ -53,7 +53,7 @@ def list_params(
             fqns.append(names.OUTPUT)  # the last stage has a copy of the tied embedding
         if share.has_mtp and not share.begins and names.EMBEDDING in whole:
             fqns.append(names.EMBEDDING)  # MTP layers have a copy, too
-        ordered = sorted(fqns, key=order.sort_key)
+        ordered = sorted(fqns, key=lambda fqn: order.sort_key(order.spell(fqn, args)))
         shapes = {
             fqn: _list_blocks(fqn, _get_stored(fqn, whole), rank, args, table)[0] for fqn in ordered
         }

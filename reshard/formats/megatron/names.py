@@ -44,9 +44,16 @@ _DIST_EXPERT = re.compile(
 _LATENT = re.compile(r"\.self_attention\.linear_(q|kv)_down_proj\.weight$")
 _EXTRA = "_extra_state"
 # The layer inside of a layer of multi-token prediction (MTP) before core 0.17 and since. torch_dist
-# keeps the first name (``transformer/multi_token_prediction.py``, sharded_state_dict).
-_MTP_INNER = re.compile(r"^(mtp\.layers\.\d{1,9}\.)(transformer_layer|mtp_model_layer)\.")
+# keeps the first name (``transformer/multi_token_prediction.py``, sharded_state_dict), but not for
+# the layers of a hybrid model.
+_MTP_INNER = re.compile(
+    r"^(mtp\.layers\.\d{1,9}\.)(transformer_layer|mtp_model_layer)\.(?!layers\.)"
+)
 MTP_SINCE_017 = "mtp_since_017"  # in ``train.opaque``: the source has the second name
+# The convolution of a Mamba layer is a module before core 0.19; since then, both parameters are the
+# layer's own. torch_dist keeps the first names (``ssm/mamba_mixer.py``, sharded_state_dict).
+_CONVOLUTION = re.compile(r"(\.mixer\.conv1d)[._](weight|bias)$")
+CONVOLUTION_SINCE_019 = "mamba_conv1d_since_019"  # an argument of our own: the second names
 # A state dict does not tell buffers from parameters: these are the router's and rotary ones.
 _BUFFER = re.compile(r"(^|\.)(expert_bias|local_tokens_per_expert|inv_freq)$")
 
@@ -145,6 +152,20 @@ def spell_mtp(name: str, *, since_017: bool = False) -> str:
     """
     inner = "mtp_model_layer" if since_017 else "transformer_layer"
     return _MTP_INNER.sub(rf"\1{inner}.", name)
+
+
+def spell_convolution(name: str, *, since_019: bool = False) -> str:
+    """Return a local name with the name of a Mamba layer's convolution, before 0.19 or since.
+
+    >>> spell_convolution("decoder.layers.0.mixer.conv1d_weight")
+    'decoder.layers.0.mixer.conv1d.weight'
+    """
+    return _CONVOLUTION.sub(r"\1_\2" if since_019 else r"\1.\2", name)
+
+
+def is_convolution(name: str) -> bool:
+    """Return whether a parameter is that of a Mamba layer's convolution."""
+    return _CONVOLUTION.search(name) is not None
 
 
 def find_rule(table: Table, name: str) -> RuleMatch | None:

@@ -16,10 +16,12 @@ from collections.abc import Iterable, Sequence
 from typing import Literal
 
 from reshard.formats.megatron import names
+from reshard.formats.megatron.arguments import Arguments
 
 _EMBEDDING = re.compile(r"(language_model\.)?embedding\.")
 _IN_LAYER = re.compile(r".*?\.layers\.\d+\.(.+)")
 _LAYER = (  # a name sorts by the first of these with which it begins inside its layer
+    "mixer.conv1d_",  # since core 0.19
     "mixer.dt_bias",
     "mixer.A_log",
     "mixer.D",
@@ -91,8 +93,12 @@ _LAYER = (  # a name sorts by the first of these with which it begins inside its
 )
 _MTP = re.compile(r"mtp\.layers\.(\d+)\.(.+)")
 _FINAL_NORM = re.compile(r"decoder\.final_(layer)?norm\.")
-_IN_LAYER_OF_MTP = "transformer_layer."
-_IN_MTP = ("enorm.", "hnorm.", "eh_proj.", _IN_LAYER_OF_MTP, "final_layernorm.")
+# Of a hybrid model a layer of MTP has several layers (``models/hybrid/hybrid_block.py``).
+_IN_LAYER_OF_MTP = re.compile(r"transformer_layer\.(.+)|mtp_model_layer\.layers\.(\d+)\.(.+)")
+_IN_MTP = (
+    *("enorm.", "hnorm.", "eh_proj.", "transformer_layer.", "mtp_model_layer."),
+    "final_layernorm.",
+)
 _OUTSIDE = (
     "word_embeddings.",
     "position_embeddings.",
@@ -125,9 +131,10 @@ def sort_key(fqn: str) -> SortKey:
     mtp = _MTP.fullmatch(fqn)
     if mtp is not None:
         number, part = int(mtp[1]), _find_prefix(_IN_MTP, mtp[2])
-        if not mtp[2].startswith(_IN_LAYER_OF_MTP):
+        inside = _IN_LAYER_OF_MTP.fullmatch(mtp[2])
+        if inside is None:
             return (3, number, part, bias)
-        return (3, number, part, *_sort_in_layer(fqn, mtp[2].removeprefix(_IN_LAYER_OF_MTP)))
+        return (3, number, part, int(inside[2] or 0), *_sort_in_layer(fqn, inside[1] or inside[3]))
     tower = _find_prefix(_TOWERS, fqn)
     if tower < len(_TOWERS):
         return (5, tower)  # in the order of its file
@@ -144,14 +151,20 @@ def sort_key(fqn: str) -> SortKey:
     return (1, layer, *inner)
 
 
+def spell(fqn: str, args: Arguments) -> str:
+    """Return the name by which a parameter sorts in the version that saved the run."""
+    return names.spell_convolution(fqn, since_019=args.flag(names.CONVOLUTION_SINCE_019))
+
+
 def has_place(fqn: str) -> bool:
     """Return whether Megatron's modules determine the position of a layer's parameter."""
     mtp, match = _MTP.fullmatch(fqn), _IN_LAYER.fullmatch(fqn)
-    if mtp is not None and not mtp[2].startswith(_IN_LAYER_OF_MTP):
+    inside = _IN_LAYER_OF_MTP.fullmatch(mtp[2]) if mtp else None
+    if mtp is not None and inside is None:
         return _find_prefix(_IN_MTP, mtp[2]) < len(_IN_MTP)
     if mtp is None and match is None:
         return True  # outside of layers, by groups
-    inner = mtp[2].removeprefix(_IN_LAYER_OF_MTP) if mtp else match[1] if match else ""
+    inner = inside[1] or inside[3] if inside else match[1] if match else ""
     return _find_prefix(_LAYER, inner) < len(_LAYER)
 
 

@@ -38,6 +38,7 @@ class ModelChunk:
     Args:
         tied: second name -> name of the parameters that the file has under two names.
         mtp_since_017: whether the file has the names of core 0.17 and later: see `names.spell_mtp`.
+        convolution_since_019: the same of core 0.19: see `names.spell_convolution`.
     """
 
     params: dict[str, GlobalTensor] = field(default_factory=dict)
@@ -45,6 +46,7 @@ class ModelChunk:
     extra: dict[str, Any] = field(default_factory=dict)
     tied: dict[str, str] = field(default_factory=dict)
     mtp_since_017: bool = False
+    convolution_since_019: bool = False
 
     @property
     def layers(self) -> int:
@@ -110,8 +112,10 @@ def _list_chunks(root: Mapping[str, Any], path: str) -> list[ModelChunk]:
 def _build_chunk(root: Mapping[str, Any], key: str, path: str) -> ModelChunk:
     chunk = ModelChunk()
     for stored, value in _walk(root[key], path):
-        name, tensor = names.spell_mtp(stored), as_global(value)
-        chunk.mtp_since_017 |= name != stored
+        known, tensor = names.spell_convolution(stored), as_global(value)
+        name = names.spell_mtp(known)
+        chunk.convolution_since_019 |= known != stored
+        chunk.mtp_since_017 |= name != known
         if not names.is_extra(name):  # raises for a weight in a form that is not read
             leaves.find_opaque(path, {name: value}, prefix=f"{key}.")
         if names.is_extra(name) or tensor is None:

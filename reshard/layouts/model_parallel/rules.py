@@ -218,10 +218,11 @@ class Table:
             for rule in self.rules
             if rule.name.text.startswith(old)
         )
+        # Hugging Face may have no such module: its prefix is not among the others then.
         hf = {
-            rename(name): _rename_line(line, rename)
+            rename(name): renamed
             for name, line in self.hf.items()
-            if name.startswith(old)
+            if name.startswith(old) and (renamed := _rename_line(line, rename)) != line
         }
         return replace(self, rules=rules + self.rules, hf={**hf, **self.hf})
 

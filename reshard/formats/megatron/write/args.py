@@ -7,9 +7,11 @@ Source: Megatron-LM core_v0.16.1 ``training/checkpointing.py`` (``check_checkpoi
 from __future__ import annotations
 
 from collections.abc import Mapping
+from itertools import accumulate, pairwise
 from typing import Any
 
 from reshard.core.dtypes import BFLOAT16, FLOAT16, DType
+from reshard.formats.megatron.arguments import PATTERN, split_pattern
 from reshard.layouts.model_parallel.sizes import Sizes
 from reshard.state_dict.plain_values import is_plain
 
@@ -82,6 +84,28 @@ def describe_stages(
         return {**stated, "pipeline_model_parallel_layout": f"E{'|'.join(layers)}L"}
     first, last = counts[0], counts[-1]
     return {**stated, **dict(zip(ends, (first, last, first, last), strict=True))}
+
+
+def divide_pattern(
+    args: Mapping[str, Any], counts: tuple[int, ...] | None, sizes: Sizes
+) -> dict[str, Any]:
+    """Return the args that state the layers of each stage of a hybrid model.
+
+    Bars in its pattern do, and Megatron accepts no other argument beside them
+    (core_v0.19.2 ``models/hybrid/hybrid_layer_allocation.py``).
+
+    Args:
+        counts: see `describe_stages`.
+    """
+    main, predicting = split_pattern(args.get(PATTERN))
+    letters = main.replace("|", "")
+    if not letters:
+        return {}
+    chunks = sizes.pipeline * sizes.virtual
+    ends = [0, *accumulate(counts or [len(letters) // chunks] * chunks)]
+    bars = "|".join(letters[start:stop] for start, stop in pairwise(ends))
+    unused = {"num_layers_per_virtual_pipeline_stage": None}
+    return {**describe_stages(None, sizes, 0, None), **unused, PATTERN: bars + predicting}
 
 
 def reduces_in_fp32(args: Mapping[str, Any], precision: DType) -> bool:

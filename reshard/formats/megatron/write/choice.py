@@ -212,7 +212,7 @@ def resolve(state: WritableState, wanted: MegatronOptions, described: Described)
         dialect=wanted.dialect,
         tied=tied,
         counts=wanted.stage_layers,
-        stated=args.get("num_layers") if has_own_configs(args) else None,
+        args=Arguments(state.manifest.origin.path, args),
         grouped=wanted.impl != "local" and bool(args.get("moe_grouped_gemm")),
         mtp_at=wanted.mtp_at,
     )
@@ -300,6 +300,7 @@ def _adapt_args(
     adapted.update(
         arguments.describe_stages(wanted.stage_layers, wanted.sizes, places.mtp, wanted.mtp_at)
     )
+    adapted.update(arguments.divide_pattern(args, wanted.stage_layers, wanted.sizes))
     adapted["transformer_impl"] = wanted.impl
     if places.has_experts:
         adapted["moe_grouped_gemm"] = places.grouped  # it decides the names of experts

@@ -32,7 +32,7 @@ from reshard.core.dtypes import FLOAT32, DType
 from reshard.core.manifest import Entry, Key, Skeleton
 from reshard.errors import UnsupportedError
 from reshard.formats.dcp import writer as dcp
-from reshard.formats.megatron.arguments import numbers_layers
+from reshard.formats.megatron.arguments import is_hybrid, numbers_layers
 from reshard.formats.megatron.optimizers.dist_flat import CHAIN
 from reshard.formats.megatron.rank_states import RNG
 from reshard.formats.megatron.train import SHARDING, STATE_SHARDING
@@ -51,7 +51,6 @@ _LINEAR = re.compile(
     r"\.(?:weight|bias)(?:\.\w+)?"
 )
 _OUTPUT_BIAS = "output_layer.bias"
-_MIXER = "mixer."  # of MambaModel's layers
 _INPUT = re.compile(r"\.self_attention\.(?:linear_qkv|linear_kv_up_proj)$")
 _RENAMED = re.compile(r"\.(?:input|pre_mlp)_layernorm\.")
 _AVOIDS_PREFIX = "chained_optim_avoid_prefix"
@@ -215,7 +214,7 @@ class _Stacks:
             choice.weights, choice.places.layers
         )
         self._te = choice.wanted.dialect == "te"
-        self._hybrid = any(_MIXER in known.found.name for known in choice.weights)
+        self._hybrid = is_hybrid(choice.args)
 
     def add(
         self,

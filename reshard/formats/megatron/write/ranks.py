@@ -13,6 +13,7 @@ from reshard.core.dtypes import DType
 from reshard.core.manifest import Entry
 from reshard.errors import UnsupportedError, UsageError
 from reshard.formats.megatron import names, order
+from reshard.formats.megatron.arguments import Arguments, has_own_configs
 from reshard.formats.megatron.share import (
     ChunkShare,
     ParameterIndex,
@@ -186,7 +187,7 @@ class WeightLocations:
 
     Args:
         counts: number of layers of each stage (and chunk); None: the same in each.
-        stated: number of layers where some may have no parameters; None: the last one has some.
+        args: the arguments of the run.
         dialect: of the module's names: ``te`` or ``local``.
         grouped: whether a module holds all experts of a rank (``moe_grouped_gemm``).
         mtp_at: number of the chunk with the layers of multi-token prediction; None: the last one.
@@ -200,13 +201,16 @@ class WeightLocations:
         dialect: str,
         tied: bool,
         counts: Sequence[int] | None,
-        stated: int | None,
+        args: Arguments,
         grouped: bool,
         mtp_at: int | None = None,
     ) -> None:
         self.grouped = grouped
+        self._args = args
         last = max((each.layer for each in weights if each.layer is not None), default=-1)
-        self.layers = max(1 + last, stated or 0)
+        # Layers with configurations of their own may have no parameters.
+        stated = args.number("num_layers") if has_own_configs(args.values) else 0
+        self.layers = max(1 + last, stated)
         self._experts = 1 + max((w.expert for w in weights if w.expert is not None), default=-1)
         self._sizes = sizes
         self._dialect = dialect
@@ -297,7 +301,7 @@ class WeightLocations:
             fields["i"] = known.layer - share.layers.start
         if known.expert is not None:
             fields["e"] = known.expert - share.experts.start
-        name = pattern.fill(fields)
+        name = order.spell(pattern.fill(fields), self._args)
         size, number = self._sizes.tensor, rank.tensor
         if known.expert is not None:
             size, number = self._sizes.expert_tensor or size, rank.expert_tensor

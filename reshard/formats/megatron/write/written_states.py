@@ -50,6 +50,8 @@ class WrittenStates:
         rank = (tensor, expert) if (tensor, expert) in self.extra else (0, 0)
         layers = {local.known.layer: names.find_layer(local.name) for local in chunk}
         modules = {local.name.rpartition(".")[0] for local in chunk}
+        # The core of attention has a state and no parameter; its attention has others.
+        parents = {module.rpartition(".")[0] for module in modules} - {""}
         local_modules = {
             local.known.weight.fqn.rpartition(".")[0]: local.name.rpartition(".")[0]
             for local in chunk
@@ -65,7 +67,7 @@ class WrittenStates:
             elif any(pattern.match(f"{module}.weight", {}) for pattern in patterns):
                 continue  # the state of another rank's expert
             elif layer is None:
-                if name.rpartition(".")[0] in modules:
+                if module in modules or module.rpartition(".")[0] in parents:
                     yield name, value
             elif (here := layers.get(layer)) is not None:
                 yield names.shift_numbers(name, layers=here - layer, experts=-experts), value
