@@ -224,6 +224,26 @@ def test_a_pattern_of_layers_is_a_number_or_a_list(pattern):
     assert family.make_args(found)["no_rope_freq"] == [0, 0, 0, 1] * 2
 
 
+@pytest.mark.parametrize(
+    "pattern",
+    [
+        {"hybrid_override_pattern": "M-M*"},
+        {"hybrid_override_pattern": None, "hybrid_layer_pattern": "M-|M*"},  # since core 0.17
+    ],
+)
+def test_letters_of_a_hybrid_model_may_have_bars_between_stages(pattern):
+    mamba = {"mamba_state_dim": 8, "mamba_num_heads": 4, "mamba_head_dim": 8, "mamba_num_groups": 2}
+    relu2 = {"squared_relu": True, "swiglu": False, "position_embedding_type": "none"}
+    args = {**SMOLLM3, **mamba, **relu2, "num_layers": 4, "is_hybrid_model": True, **pattern}
+    untied = {"untie_embeddings_and_output_weights": True}
+    family, found = families.choose_family(megatron_traits.parse_args({**args, **untied}, "args"))
+    assert family.name == "nemotron_h"
+    assert family.make_config(found)["layers_block_type"] == [
+        *("linear_attention", "mlp", "linear_attention", "full_attention"),
+    ]
+    assert family.make_args(found)["hybrid_override_pattern"] == "M-M*"
+
+
 def test_layers_of_another_kind_are_named():
     config = {"model_type": "gpt_oss", "layer_types": ["linear_attention"] * 2}
     with pytest.raises(UnsupportedError, match="layer_types: layers of type 'linear_attention'"):

@@ -14,6 +14,9 @@ _POSITIONS = {"learned_absolute": "learned", "absolute": "learned", "rope": "rop
 _ENUMERATED = {1: "rope", 2: "learned", 3: "alibi"}  # bigscience's enums.py, PositionEmbeddingType
 OWN_BUILDER = "model_builder_class"  # of our own: what builds layers that args do not describe
 _FAST_GELU = "fast_gelu"  # core/activations.py: the tanh approximation
+# The letters of a hybrid model's layers since core 0.17, and before.
+_PATTERN, _OLD_PATTERN = "hybrid_layer_pattern", "hybrid_override_pattern"
+_KNOWN_LETTERS = frozenset("M*-E|")
 _ARGUMENTS = fields(
     **dict.fromkeys(("rotary_base", "rope_theta", "rotary_percent"), maybe(NUMBER)),
     **dict.fromkeys(("norm_epsilon", "layernorm_epsilon"), maybe(NUMBER)),
@@ -86,12 +89,16 @@ def _list_patterns(args: Mapping[str, Any]) -> dict[str, Any]:
     layer is without rotary positions), ``transformer/utils.py`` ``is_layer_window_attention`` (N of
     ``window_attn_skip_freq``: every N-th layer is without a window), ``models/gpt/
     experimental_attention_variant_module_specs.py`` (N of ``linear_attention_freq``: every N-th
-    layer is of full attention).
+    layer is of full attention); core_v0.19.2 ``models/hybrid/hybrid_layer_allocation.py`` (bars of
+    ``hybrid_layer_pattern`` divide the layers among stages).
     """
     layers, listed = _get_number(args, "num_layers") or 0, dict(args)
     # The option --apply-layernorm-1p sets a field of the configuration.
     names = ("apply_layernorm_1p", "layernorm_zero_centered_gamma")
     listed |= dict.fromkeys(names, next(filter(None, map(args.get, names)), False))
+    letters = args.get(_PATTERN)
+    if isinstance(letters, str) and _KNOWN_LETTERS.issuperset(letters):
+        listed |= {_OLD_PATTERN: letters.replace("|", ""), _PATTERN: None}
     for name, at_nth in (
         ("no_rope_freq", 1),
         ("window_attn_skip_freq", 0),
