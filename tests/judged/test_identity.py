@@ -193,6 +193,18 @@ def test_contradicting_counters_are_warnings(zero):
     assert any("the run counts" in text for text in found)
 
 
+def test_an_optimizer_of_another_step_is_named_by_its_rate(library_case, tmp_path):
+    """Accelerate's files state no step of the run."""
+    root = Path(shutil.copytree(library_case("acc_automatic") / "ckpt/checkpoints", tmp_path / "x"))
+    earlier, later = (root / f"checkpoint_{number}" for number in (0, 1))
+    assert not find_counter_conflicts(formats.read(later))
+    shutil.copyfile(earlier / "optimizer.bin", later / "optimizer.bin")
+    (problem,) = find_counter_conflicts(formats.read(later))
+    assert (
+        "the last learning rate of the scheduler is 0.004, but the optimizer's is 0.003" in problem
+    )
+
+
 COVERING = [  # one of each form that names its files, its ranks or its values in another way
     *("deepspeed z1_fp16", "deepspeed z3_bf16", "deepspeed bf16opt", "deepspeed moe_z2"),
     *("torch fsdp1_local_flat", "torch fsdp1_sharded_shardedtensor", "torch fsdp2_ranks"),

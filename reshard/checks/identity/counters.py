@@ -1,4 +1,4 @@
-"""Compare the counters of a run with one another: a part that was saved at another step differs."""
+"""Compare the counters and rates of a run: a part that was saved at another step differs."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ _NAMED_STEP = re.compile(r"(?:global_step|checkpoint-|iter_)(\d+)")
 
 
 def find_counter_conflicts(manifest: Manifest) -> list[str]:
-    """Return a sentence for each counter that does not fit the step of the run.
+    """Return a sentence for each counter, or learning rate, that does not fit the rest of the run.
 
     These are warnings, because a script can have its own way to count: it may skip updates, train a
-    part of the model later than the rest, or step its scheduler once an epoch.
+    part of the model later than the rest, step its scheduler once an epoch, or set a rate itself.
     """
     train = manifest.train
+    problems = _find_rate_conflicts(train)
     expected = train.updates
     if expected is None:
-        return []
-    problems = []
+        return problems
     applied = max(train.optimizer_step.values(), default=None)
     if _is_of_fabric(manifest):
         applied = None
@@ -43,6 +43,30 @@ def find_counter_conflicts(manifest: Manifest) -> list[str]:
             f"the scheduler has made {scheduled} steps, but the run counts {expected} updates"
         )
     return problems
+
+
+def _find_rate_conflicts(train: TrainState) -> list[str]:
+    """Compare the learning rates that a scheduler set last with those of the param groups.
+
+    Each step of a scheduler of torch copies the rates of the groups to ``_last_lr`` (torch 2.13
+    ``optim/lr_scheduler.py``). Several schedulers may change the same groups in turn.
+    """
+    states = train.scheduler if isinstance(train.scheduler, list) else [train.scheduler]
+    if len(states) != 1 or not isinstance(states[0], Mapping):
+        return []
+    rates = states[0].get("_last_lr")
+    held = [group.hyper["lr"] for group in train.param_groups if "lr" in group.hyper]
+    if not isinstance(rates, list) or not all(isinstance(rate, float) for rate in [*rates, *held]):
+        return []
+    other = next((rate for rate in rates if held and rate not in held), None)
+    if other is None:
+        return []
+    own = ", ".join(f"{rate:g}" for rate in dict.fromkeys(held))
+    problem = (
+        f"the last learning rate of the scheduler is {other:g}, but the optimizer's is {own}: one"
+        " of the two may be of another step"
+    )
+    return [problem]
 
 
 def _is_of_fabric(manifest: Manifest) -> bool:
