@@ -40,7 +40,7 @@ def match_weights(manifest: Manifest, model: ModelShapes) -> Manifest:
     dtypes: dict[str, DType] = {}
     for entry in manifest.entries.values():
         first = model.tied.get(entry.fqn, entry.fqn)
-        dtypes[first] = entry.dtype
+        dtypes[first] = manifest.trained_dtypes.get(entry.fqn, entry.dtype)
         if first in stored:
             raise UnsupportedError(
                 manifest.origin.path,

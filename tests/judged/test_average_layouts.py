@@ -96,6 +96,21 @@ def test_deepspeed_loads_the_mean(mixed, mean, tmp_path, groups):
         assert not any(t.any() for slot in loaded["slots"].values() for t in slot.values())
 
 
+def test_the_module_keeps_the_dtype_in_which_it_was_trained(tag, tmp_path, groups):  # noqa: F811
+    anew = {"to": "deepspeed", "init_optimizer": "zeros", "param_groups": groups}
+    runs = [tmp_path / "a", tmp_path / "b"]
+    for step, run in zip((2, 4), runs, strict=True):
+        reshard.split(tag("hf", step), run, dtype="bf16", **anew)
+    shutil.copy(tag("hf", 4) / "config.json", runs[1])
+    reshard.average(runs, tmp_path / "out", **anew)
+    reshard.average(runs, tmp_path / "mean.safetensors", dtype="fp32")
+    (path,) = (tmp_path / "out").rglob("*model_states.pt")
+    module = torch.load(path)["module"]
+    assert {value.dtype for value in module.values()} == {torch.bfloat16}
+    with reshard.open(tmp_path / "out") as got, reshard.open(tmp_path / "mean.safetensors") as mean:
+        assert all(same(got[name][...], mean[name][...]) for name in mean)
+
+
 @pytest.mark.slow
 def test_fsdp_2_loads_the_mean(mixed, mean, tag, tmp_path):  # noqa: F811
     for to, options in (("dcp", {}), ("fsdp2", {"device": "cpu"})):
