@@ -567,6 +567,18 @@ def test_the_directory_of_a_file_is_advised_only_if_it_has_a_checkpoint(tmp_path
             reshard.open(tmp_path / place / "notes.bin")
 
 
+def test_the_file_that_names_a_checkpoint_of_another_program_is_not_deepspeeds(tmp_path):
+    model = tmp_path / "run" / "step4"
+    model.mkdir(parents=True)
+    save_file({"a": torch.ones(2)}, model / "model.safetensors")
+    (tmp_path / "run" / "latest").write_text("step4")
+    advice = re.escape(f"pass the checkpoint's directory, {tmp_path / 'run'}")
+    with pytest.raises(UnrecognisedError, match=advice):
+        reshard.open(tmp_path / "run" / "latest")
+    with reshard.open(tmp_path / "run") as checkpoint:
+        assert list(checkpoint) == ["a"]
+
+
 @pytest.mark.parametrize("chosen", [".", "model.gguf"])
 def test_a_format_that_is_not_read_is_called_by_its_name(chosen, tmp_path):
     (tmp_path / "model.gguf").write_bytes(b"GGUF" + bytes(60))

@@ -151,8 +151,10 @@ def _list_tags(location: Location) -> list[str]:
 
 def detect(location: Location) -> bool:
     """Return whether this is a run directory, a tag directory or a rank file of DeepSpeed."""
+    if location.chosen in _POINTERS:
+        return detect(location.folder)
     if location.chosen:
-        return _is_state_file(location.chosen) or location.chosen in _POINTERS
+        return _is_state_file(location.chosen)
     if (
         _is_tag(location)
         or _list_tags(location)
