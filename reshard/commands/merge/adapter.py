@@ -91,9 +91,12 @@ def select_adapter(merge: Merge) -> Merge:
         raise configs.build_missing_error(where, own, shapes)
     configs.check(config, own, shapes)
     saved = names.choose_saved(shapes, parts, in_names, config.values)
-    left = f"; {len(shapes) - len(saved)} others are left out" if len(shapes) > len(saved) else ""
+    others = len(shapes) - len(saved)
+    left = f"; {counted(others, 'other tensor')} left out" if others else ""
     beside = companions.list_model_files(config.path.parent, {})
-    merge.notes.derived.append(f"adapter {name}: {len(saved)} tensors, with {config.path}{left}")
+    merge.notes.derived.append(
+        f"adapter {name}: {counted(len(saved), 'tensor')}, with {config.path}{left}"
+    )
     adapter = Adapter(
         name,
         config,
@@ -134,8 +137,8 @@ def _find_name_in_tensors(
     if name not in present:
         raise UsageError(
             f"--adapter {name}",
-            f"the adapters in {where} are {', '.join(filter(None, present))}",
-            "pass one of these names",
+            f"{where} has {counted(len(present), 'adapter')}: {', '.join(filter(None, present))}",
+            f"pass --adapter {present[0]}" if len(present) == 1 else "pass one of these names",
         )
     return name
 

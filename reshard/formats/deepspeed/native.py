@@ -334,7 +334,7 @@ def _read_optimizer(
     if _excludes_frozen(first, stage):
         warnings.append(
             "saved with exclude_frozen_parameters: frozen weights are not in this checkpoint (merge"
-            " --fill-missing-from takes them from the base model)"
+            " --fill-missing-from and --merge-lora take them from the base model)"
         )
     unnamed = None
     if any(shapes) and param_groups and not any(group.fqns for group in param_groups):
