@@ -19,6 +19,7 @@ from reshard.errors import (
     UsageError,
 )
 from reshard.system.paths import as_path, explain_tilde, is_remote
+from reshard.units import some
 
 _LISTED = 8
 _SUGGESTED = 3  # names
@@ -213,7 +214,8 @@ def _suggest_path(missing: Path) -> str:
     if close := get_close_matches(wrong.name, names, _SUGGESTED):
         return f"did you mean {', '.join(str(wrong.parent / name) for name in close)}?"
     if missing.is_absolute():
-        return f"{wrong.parent} contains no {wrong.name}"
+        found = f"; it contains {some(sorted(names))}" if names else ""
+        return f"{wrong.parent} contains no {wrong.name}{found}"
     way_out = (
         f"if it names a model of the Hugging Face Hub, download it (hf download {missing}) and pass"
         " its directory"

@@ -129,7 +129,7 @@ def test_a_missing_rank_of_a_stated_world(tmp_path):
     [
         ("global_step10", "did you mean {0}/global_step100?"),
         ("global_step10/deeper", "did you mean {0}/global_step100?"),
-        ("other", "{0} contains no other"),
+        ("other", "{0} contains no other; it contains global_step100"),
     ],
 )
 def test_a_path_that_does_not_exist_gets_advice(tmp_path, asked, remedy):
