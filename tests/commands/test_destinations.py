@@ -133,6 +133,8 @@ def test_a_stray_file_beside_runs_is_not_taken_for_the_model(plain, tmp_path):
         ("model.safetensor", "did you mean .*model.safetensors"),
         ("model.savetensors", "did you mean .*model.safetensors"),
         ("model.gguf", "convert_hf_to_gguf.py"),
+        ("model.ckpt", "write a file of torch.save: model.pt"),
+        ("model.h5", "write model.safetensors"),
     ],
 )
 def test_a_name_like_that_of_one_file_does_not_become_a_directory(plain, tmp_path, name, advice):

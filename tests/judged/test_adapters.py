@@ -208,7 +208,7 @@ def test_one_of_several_adapters_is_chosen_by_name(saved, peft_adapter, tmp_path
     model = adapted()
     model.add_adapter("other", peft.LoraConfig(r=2, target_modules=["k_proj"]))
     source = saved(models.draw(model))
-    with pytest.raises(UsageError, match=r"--adapter mine: .* are default, other"):
+    with pytest.raises(UsageError, match=r"--adapter mine: .* has 2 adapters: default, other"):
         reshard.merge(source, tmp_path / "out", adapter="mine")
     for name, place in (("default", peft_adapter), ("other", peft_adapter / "other")):
         reshard.merge(source, tmp_path / name, adapter=name)

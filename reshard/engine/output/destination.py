@@ -33,6 +33,8 @@ _EXPORT_SUFFIXES = frozenset(
 _FOREIGN = {  # suffixes of files that reshard does not write, and how to get such a file
     ".gguf": "write a directory, and convert it with llama.cpp's convert_hf_to_gguf.py",
     ".onnx": "write a directory, and export it with optimum-cli",
+    **dict.fromkeys((".ckpt", ".pkl", ".tar"), "write a file of torch.save: model.pt"),
+    **dict.fromkeys((".h5", ".npz", ".msgpack"), "write model.safetensors"),
 }
 _ALIKE = 0.8  # similarity of a suffix that is taken for a misspelled one
 
