@@ -207,7 +207,11 @@ def read(path: Path) -> Contents:
         CorruptError: the file is not a manifest, or was altered.
     """
     if not path.is_file():
-        raise UsageError(path, "the manifest does not exist")
+        raise UsageError(
+            path,
+            "the manifest does not exist",
+            f"write it: reshard verify SOURCE --write-manifest {path}",
+        )
     try:
         document = json.loads(read_small_file(path))
         if document["kind"] != _KIND or document["schema"] != SCHEMA:
