@@ -43,6 +43,7 @@ class Declaration:
         choices: the allowed values, where the type of the field does not list them.
         find_choices: returns all choices, those of extensions included; called only for a value
             that is not among ``choices``, because it imports the extensions.
+        advice: what to do for a value that is not among the choices.
         parse: converts the text of the command line, where the type does not decide it.
         shown_default: the default as the command line spells it, for an option with ``parse``.
         shapes_output: whether the bytes of the output depend on the option.
@@ -56,6 +57,7 @@ class Declaration:
     metavar: str | None = None
     choices: tuple[Any, ...] = ()
     find_choices: Callable[[], Iterable[Any]] | None = None
+    advice: str = ""
     minimum: int | None = None
     maximum: int | None = None
     parse: Callable[[str], Any] | None = None
@@ -163,7 +165,9 @@ class Option:
             known = self.all_choices
             if value not in known:
                 raise UsageError(
-                    f"{self.name}={value!r}", f"must be one of {', '.join(map(str, known))}"
+                    f"{self.name}={value!r}",
+                    f"must be one of {', '.join(map(str, known))}",
+                    self.declared.advice,
                 )
         if least is not None and value < least:
             raise UsageError(f"{self.name}={value!r}", f"must be at least {least}")

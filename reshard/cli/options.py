@@ -78,7 +78,11 @@ class _OpenChoice(_SpelledChoice):
         """Return the value if the option allows it."""
         if value not in self.choices:
             self.choices = self._option.all_choices
-        return super().convert(value, param, ctx)
+        try:
+            return super().convert(value, param, ctx)
+        except click.BadParameter as error:
+            advice = self._option.declared.advice
+            raise click.BadParameter(f"{error.message}\n{advice}".rstrip(), ctx, param) from None
 
 
 PATH = _PathOrUrl()

@@ -51,7 +51,12 @@ class AverageOptions(
         minimum=2,
         is_common=True,
     )
-    to: str | None = repeat_option(SplitOptions, "to", unset="safetensors, as merge writes them")
+    to: str | None = repeat_option(
+        SplitOptions,
+        "to",
+        unset="safetensors, as merge writes them",
+        advice="for a Hugging Face model: leave out --to",
+    )
     world_size: int | None = repeat_option(SplitOptions, "world_size", unset="1")
 
     def __post_init__(self) -> None:

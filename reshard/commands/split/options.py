@@ -114,6 +114,7 @@ class SplitOptions(LayoutOptions, OutputOptions):
         group="Target",
         choices=tuple(registry.list_built_in_writers()),
         find_choices=registry.list_writers,
+        advice="for a Hugging Face model: reshard merge",
         unset="same as the source",
         is_common=True,
     )
