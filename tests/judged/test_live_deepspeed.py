@@ -30,6 +30,7 @@ OTHER_GROUPS = (  # of the live optimizer than in the source
     Resumed("z2_bf16", "z2_groups_decay", 2, 2),
     Resumed("z2_groups_decay", "z3_bf16", 2, 3),
     Resumed("z3_groups_tiny", "z1_fp32", 2, 1),
+    Resumed("z2_groups_decay", "z3_groups_empty", 2, 3),
 )
 WEIGHTS = (
     Resumed("z2_bf16", "z3_bf16", 3, 3),
