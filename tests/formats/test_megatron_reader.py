@@ -791,6 +791,25 @@ def test_hybrid_models_of_core_0_19_state_their_stages_by_bars(tmp_path, form):
     assert reshard.diff(tmp_path / "whole", out, kinds=["weight", "optimizer"]).same
 
 
+def test_mamba_layers_of_an_unknown_version_get_the_older_names(tmp_path):
+    unpack(PACKED_019.with_name("hybrid_mtp_pp2.tar.xz"), tmp_path)
+    sizes = {"tp": 1, "pp": 1, "dp": 1, "make_vocab_size_divisible_by": 8}
+    report = reshard.split(tmp_path / "torch", tmp_path / "dist", ckpt_format="torch_dist", **sizes)
+    common = tmp_path / "dist" / STEP / "common.pt"
+    args = read_root(common)["args"]
+    del vars(args)[names.CONVOLUTION_SINCE_019]
+    change(common, args=args)
+    told = [
+        reshard.split(tmp_path / "dist", tmp_path / "old", ckpt_format="torch", **sizes),
+        report,
+    ]
+    assert ["core 0.18 and earlier" in " ".join(each.notes) for each in told] == [True, False]
+    written = (tmp_path / "old" / STEP / "mp_rank_00" / "model_optim_rng.pt").read_bytes()
+    assert b"mixer.conv1d.weight" in written
+    assert b"mixer.conv1d_weight" not in written
+    assert reshard.diff(tmp_path / "dist", tmp_path / "old", kinds=["weight", "optimizer"]).same
+
+
 @pytest.mark.parametrize("form", ["torch", "torch_dist"])
 def test_lion_has_the_matrices_of_layers_and_of_experts_and_adam_the_rest(tmp_path, form):
     """A chain of three: Lion's groups do not name their optimizer, those of Adam do."""

@@ -237,6 +237,13 @@ def resolve(state: WritableState, wanted: MegatronOptions, described: Described)
             "layers of multi-token prediction have the names of core 0.16 and earlier; later"
             " versions load them with --ckpt-format torch_dist"
         )
+    has_convolution = any(names.is_convolution(each.found.name) for each in weights)
+    is_since_019 = args.get(names.CONVOLUTION_SINCE_019)
+    if has_convolution and wanted.form == "torch" and not is_since_019:
+        notes.append(
+            "Mamba layers have the names of core 0.18 and earlier; later versions load them with"
+            " --ckpt-format torch_dist"
+        )
     schedule, schedule_notes = ({}, []) if wanted.weights_only else scheduler.make_scheduler(state)
     adapted = _adapt_args(args, wanted, places, precision, padded=padded, tied=tied)
     return Resolved(
