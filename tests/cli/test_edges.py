@@ -161,7 +161,7 @@ LFS_POINTER = "version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize
 @pytest.mark.filterwarnings("ignore:torch.distributed is")
 @pytest.mark.parametrize("name", [".metadata", "__0_0.distcp"])
 def test_a_pointer_of_git_lfs_in_dcp_is_named(tmp_path, name):
-    dcp.save({"w": torch.ones(4)}, checkpoint_id=tmp_path, no_dist=True)
+    dcp.save({"w": torch.ones(4)}, checkpoint_id=tmp_path)
     (tmp_path / name).write_text(LFS_POINTER)
     with pytest.raises(IncompleteError, match=f"{name}: is a pointer of Git LFS"):
         reshard.inspect(tmp_path)

@@ -12,6 +12,7 @@ import reshard
 import reshard.dcp
 from tests.judged.expected import read_expected
 from tests.support.directories import unpack
+from tests.support.installed import TORCH_2_6
 
 PACKED = Path(__file__).parents[1] / "data" / "torch_2.15" / "ws2.tar.xz"
 
@@ -52,8 +53,9 @@ def test_shards_of_a_mesh_in_another_order_are_put_in_their_places(saved, tmp_pa
     assert_held(saved / "ranks", want)
     reshard.split(saved / "ranks", tmp_path / "out", world_size=3)
     assert_held(tmp_path / "out", want)
-    meshes = {torch.load(path)["0.weight"].device_mesh for path in tmp_path.glob("out/model_*")}
-    assert {mesh._preserve_rank_order for mesh in meshes} == {False}  # torch 2.15 compares it
+    if not TORCH_2_6:  # it has no class _MeshLayout
+        meshes = {torch.load(path)["0.weight"].device_mesh for path in tmp_path.glob("out/model_*")}
+        assert {mesh._preserve_rank_order for mesh in meshes} == {False}  # torch 2.15 compares it
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is")
