@@ -174,6 +174,9 @@ class Published:
 def describe_published(model: str | Mapping[str, Any]) -> Published | None:
     """Return the published form of a transformers model.
 
+    None if a config's content states a type that transformers does not know: it comes from a table
+    of names, which are the published ones.
+
     Args:
         model: the path of a config or of its directory, or the content of a config.
 
@@ -181,6 +184,10 @@ def describe_published(model: str | Mapping[str, Any]) -> Published | None:
         UsageError: transformers cannot build the model.
         UnsupportedError: its conversion is not a movement of whole elements.
     """
+    from transformers import CONFIG_MAPPING
+
+    if not isinstance(model, str) and model.get("model_type") not in CONFIG_MAPPING:
+        return None
     root = build(model) if isinstance(model, str) else build_configured(model, "the model")
     return trace_published(root, type(root).__name__)
 

@@ -43,21 +43,24 @@ def describe_config(
 
 
 def _read_defaults(model_type: str) -> Mapping[str, Any]:
-    """Return the default config of a model's class in transformers."""
-    from transformers import AutoConfig
+    """Return the default config of a model's class in transformers; empty if it has none."""
+    from transformers import CONFIG_MAPPING, AutoConfig
 
+    if model_type not in CONFIG_MAPPING:  # a family of the user's file
+        return {}
     defaults: dict[str, Any] = AutoConfig.for_model(model_type).to_dict()
     return defaults
 
 
 def read_config(path: Path, rules: Path | None = None) -> Mapping[str, Any]:
-    """Return a transformers config with the defaults of its class.
+    """Return a transformers config with the defaults of its class, if transformers has one.
 
     transformers itself reads the file: it writes an infinity as ``{"__float__": "Infinity"}``
     (transformers 5.23 ``configuration_utils.py``), as in the configs of Mamba 2 and Nemotron-H.
 
     Args:
-        rules: a user's file of rules, which may have families of its own.
+        rules: a user's file of rules, which may have families of its own. Their models may be of a
+            type that transformers does not know.
 
     Raises:
         UsageError: transformers does not accept the config.
@@ -67,6 +70,9 @@ def read_config(path: Path, rules: Path | None = None) -> Mapping[str, Any]:
     from transformers import CONFIG_MAPPING, AutoConfig
 
     model_type = stated.get("model_type")
+    is_own = families.is_known(model_type, rules) and not families.is_known(model_type, None)
+    if model_type not in CONFIG_MAPPING and is_own:
+        return stated
     base = families.find_base_type(model_type, rules)
     if model_type not in CONFIG_MAPPING and base is not None:
         # The model's own code comes with its weights, and its config is that of another class.

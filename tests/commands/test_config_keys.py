@@ -20,6 +20,7 @@ from reshard.layouts.model_parallel import families
 from reshard.layouts.model_parallel.megatron_traits import make_args
 from reshard.layouts.model_parallel.traits import Traits
 from reshard.naming import config as configs
+from tests.support import guides
 
 TINY: dict[str, Any] = {
     "vocab_size": 64,
@@ -316,3 +317,42 @@ def test_what_another_program_computes_differently_is_said(tmp_path):
     assert before[bias].shape == (1, 4)
     assert before.keys() == after.keys()
     assert all(torch.equal(before[name], value) for name, value in after.items())
+
+
+def test_the_family_of_the_documentation_goes_to_megatron_and_back(tmp_path):
+    """No class of transformers has its ``model_type``."""
+    (family,) = guides.find_blocks(guides.DOCS / "extending.md", "yaml")
+    rules = tmp_path / "family.yaml"
+    rules.write_text(family)
+    config = {
+        **{key: value for key, value in TINY.items() if key != "pad_token_id"},
+        "model_type": "gated",
+        "architectures": ["GatedForCausalLM"],
+        "hidden_act": "silu",
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 10000.0,
+        "max_position_embeddings": 128,
+        "tie_word_embeddings": False,
+        "gate_width": 12,
+        "gate_dropout": 0.1,
+    }
+    like = {key: value for key, value in config.items() if not key.startswith("gate")}
+    like |= {"model_type": "llama", "architectures": None}
+    weights = transformers.LlamaForCausalLM(transformers.LlamaConfig(**like)).state_dict()
+    for layer in range(TINY["num_hidden_layers"]):
+        weights[f"model.layers.{layer}.self_attn.gate.weight"] = torch.randn(12, 32)
+    model = tmp_path / "model"
+    model.mkdir()
+    save_file(weights, model / "model.safetensors")
+    (model / "config.json").write_text(json.dumps(config))
+    run = tmp_path / "run"
+    reshard.split(model, run, to="megatron", tp=2, init_optimizer="none", rules=rules)
+    (run / "config.json").unlink()
+    reshard.merge(run, tmp_path / "back", rules=rules)
+    back = load_file(tmp_path / "back" / "model.safetensors")
+    assert back.keys() == weights.keys()
+    assert all(torch.equal(back[name], value) for name, value in weights.items())
+    written = json.loads((tmp_path / "back" / "config.json").read_text())
+    assert {**written, **config} == {**written, "gate_dropout": 0.1}
+    with pytest.raises(UsageError, match="does not recognize this architecture"):
+        reshard.split(model, tmp_path / "other", to="megatron", init_optimizer="none")
