@@ -821,6 +821,9 @@ def test_lion_has_the_matrices_of_layers_and_of_experts_and_adam_the_rest(tmp_pa
         assert not any("Adam" in note for note in report.notes)
         kinds = ["weight", "optimizer"]
         assert reshard.diff(tmp_path / form, tmp_path / f"{to}_out", kinds=kinds).same
+    with pytest.raises(UnsupportedError, match="optimizer of the matrices") as refused:
+        reshard.split(tmp_path / form, tmp_path / "no", distributed_optimizer=True, **options)
+    assert "--no-distributed-optimizer" in refused.value.remedy
     for place in (form, "torch_out", "torch_dist_out"):
         with reshard.open(tmp_path / place) as checkpoint:
             train = checkpoint.manifest.train

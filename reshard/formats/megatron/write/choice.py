@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -231,7 +231,7 @@ def resolve(state: WritableState, wanted: MegatronOptions, described: Described)
     param_groups = groups.make_groups(
         state, experts if wanted.sizes.expert > 1 else frozenset(), wanted.adam
     )
-    _check_slots(state, wanted)
+    _check_slots(state, wanted, param_groups.groups)
     if places.mtp and wanted.form == "torch" and not is_since_017:
         notes.append(
             "layers of multi-token prediction have the names of core 0.16 and earlier; later"
@@ -369,8 +369,13 @@ def _choose_padding(
     return padded, [f"{padded - rows} padding rows of zeros added to the vocabulary of {rows}"]
 
 
-def _check_slots(state: WritableState, wanted: MegatronOptions) -> None:
-    """Refuse optimizer states that are not stored for each element, which Megatron requires."""
+def _check_slots(
+    state: WritableState, wanted: MegatronOptions, param_groups: Sequence[groups.MegatronGroup]
+) -> None:
+    """Refuse optimizer states that are not stored for each element, which Megatron requires.
+
+    The distributed optimizer has all parameters, and has the states of Adam.
+    """
     if wanted.weights_only:
         return
     refuse_non_elementwise_slots(
@@ -380,6 +385,13 @@ def _check_slots(state: WritableState, wanted: MegatronOptions) -> None:
     )
     if not wanted.distributed:
         return
+    if any(group.of_matrices for group in param_groups):
+        raise UnsupportedError(
+            state.manifest.origin.path,
+            "has an optimizer of the matrices beside that of all other parameters (Muon, Lion"
+            " ...), but the distributed optimizer that reshard writes has all of them",
+            "write --no-distributed-optimizer",
+        )
     for member in state.members:
         for slot in member.slots:
             if slot not in optimizers.MOMENTS:
