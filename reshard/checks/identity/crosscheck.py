@@ -19,7 +19,7 @@ from reshard.core.chunks import Chunk
 from reshard.core.dtypes import BFLOAT16, FLOAT32, DType
 from reshard.core.manifest import MASTER, PARAM, Entry, Manifest
 from reshard.engine.move import compiled
-from reshard.engine.move.fill import fill
+from reshard.engine.move.fill import fill, group_into_batches
 from reshard.engine.planning.copies import Copy, CopyPlanner
 from reshard.quantised.remainders import is_computed, round_ties_as_stored
 from reshard.system.files import SourceFiles
@@ -80,7 +80,8 @@ def compare_masters(manifest: Manifest, *, every_element: bool) -> Compared:
     totals: Counter[tuple[str, str]] = Counter()
     examples: dict[tuple[str, str], str] = {}
     with SourceFiles() as pool:
-        for batch in _group_into_batches(_choose_samples(manifest, every_element=every_element)):
+        samples = _choose_samples(manifest, every_element=every_element)
+        for batch in group_into_batches(samples, lambda sample: sample.box.volume, _BATCH):
             result.elements += sum(sample.box.volume for sample in batch)
             for sample, is_equal in zip(batch, _compare(pool, batch), strict=True):
                 pair = sample.master[0].file, sample.weight[0].file
@@ -152,19 +153,6 @@ def _choose_box(fqn: str, chunk: Chunk) -> Box:
         seed, at = divmod(seed * 2654435761 % (1 << 61), extent - own + 1)
         origin.append(start + at)
     return Box(tuple(origin), tuple(shape))
-
-
-def _group_into_batches(samples: Iterator[_Sample]) -> Iterator[list[_Sample]]:
-    batch: list[_Sample] = []
-    elements = 0
-    for sample in samples:
-        batch.append(sample)
-        elements += sample.box.volume
-        if elements >= _BATCH:
-            yield batch
-            batch, elements = [], 0
-    if batch:
-        yield batch
 
 
 def _compare(pool: SourceFiles, batch: Sequence[_Sample]) -> list[bool]:

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import cached_property
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, TypeVar
 from weakref import proxy
 
 from reshard.core.box import Index
@@ -18,6 +18,8 @@ from reshard.system.checksum import crc32
 from reshard.system.derived import Derived
 from reshard.system.files import SourceFiles
 from reshard.system.paths import is_remote
+
+_Item = TypeVar("_Item")
 
 READ_BYTES = 4 << 20
 _SMALL_RUN = 32 << 10  # bytes; reading so many takes about as long as another system call
@@ -51,6 +53,22 @@ def fill(
         filler.fill(copy, buffer)
     filler.flush_checksums()
     return filler.overflowed
+
+
+def group_into_batches(
+    items: Iterable[_Item], measure: Callable[[_Item], int], limit: int
+) -> Iterator[list[_Item]]:
+    """Yield the items in lists, each of which ends when its sizes reach a limit."""
+    batch: list[_Item] = []
+    size = 0
+    for item in items:
+        batch.append(item)
+        size += measure(item)
+        if size >= limit:
+            yield batch
+            batch, size = [], 0
+    if batch:
+        yield batch
 
 
 class _InnerFiles(SourceFiles):

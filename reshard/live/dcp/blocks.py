@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,7 +15,7 @@ from reshard.core import dtypes
 from reshard.core.box import Box, Index, contiguous_cuts, flat_span
 from reshard.core.dtypes import DType
 from reshard.core.manifest import BUFFER, Entry
-from reshard.engine.move.fill import fill
+from reshard.engine.move.fill import fill, group_into_batches
 from reshard.engine.planning.copies import Copy, plan_block
 from reshard.errors import DifferentError
 from reshard.live.dcp.values import identify_memory
@@ -41,6 +41,11 @@ class BlockRead:
         """A sort key that puts jobs in the approximate order of their bytes in the files."""
         first = self.entry.chunks[0]
         return first.file, first.byte_offset, flat_span(self.box, self.entry.shape)[0]
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes of the block in the source's dtype."""
+        return self.box.volume * self.entry.dtype.itemsize
 
 
 def refuse_other_shape(item: ReadItem, entry: Entry, targets: Mapping[str, Any]) -> None:
@@ -78,21 +83,9 @@ def read(pool: SourceFiles, jobs: Iterable[BlockRead], planner: LoadPlanner) -> 
     Raises:
         DifferentError: a dtype cannot be cast, or a finite value would become infinite.
     """
-    for batch in _group_into_batches(sorted(jobs, key=lambda job: job.place)):
+    ordered = sorted(jobs, key=lambda job: job.place)
+    for batch in group_into_batches(ordered, lambda job: job.nbytes, _BATCH_BYTES):
         _read_batch(pool, batch, planner)
-
-
-def _group_into_batches(jobs: Iterable[BlockRead]) -> Iterator[list[BlockRead]]:
-    batch: list[BlockRead] = []
-    nbytes = 0
-    for job in jobs:
-        batch.append(job)
-        nbytes += job.box.volume * job.entry.dtype.itemsize
-        if nbytes >= _BATCH_BYTES:
-            yield batch
-            batch, nbytes = [], 0
-    if batch:
-        yield batch
 
 
 def _read_batch(pool: SourceFiles, batch: list[BlockRead], planner: LoadPlanner) -> None:
