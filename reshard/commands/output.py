@@ -300,13 +300,13 @@ def _check_written(
 
 def _refuse_overflow(outcome: Outcome, skeleton: Skeleton) -> None:
     names = outcome.overflowed.most_common()
-    shown = ", ".join(f"{fqn} ({count})" for fqn, count in names[:LISTED])
-    more = f" and {len(names) - LISTED} more tensors" if len(names) > LISTED else ""
+    shown = units.some([f"{fqn} ({count})" for fqn, count in names], LISTED)
+    lost = units.counted(outcome.overflowed.total(), "finite value")
     written = [entry.dtype for entry in skeleton.entries if entry.fqn == names[0][0]]
     dtype = min(written, key=lambda dtype: dtype.itemsize)
     raise DifferentError(
         f"{dtype}",
-        f"{sum(outcome.overflowed.values())} finite values would become infinite: {shown}{more}",
+        f"{lost} would become infinite: {shown}",
         "choose --dtype bf16 or fp32, keep those tensors with --keep-fp32 REGEX,"
         " or accept it with --on-overflow clamp|allow",
     )

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, cast
 
 from reshard.errors import ExistsError, ReshardError, ResourceError, UsageError
 from reshard.system.paths import explain_tilde, is_remote
+from reshard.units import some
 
 if TYPE_CHECKING:
     from reshard.system.remote.path import RemotePath
@@ -151,7 +152,7 @@ def _check_directory(destination: Path, *, overwrite: bool) -> None:
     if children and not overwrite:
         raise ExistsError(
             destination,
-            f"exists and is not empty ({children[0].name}, ...)",
+            f"exists and is not empty ({some([child.name for child in children], 1)})",
             "choose another name" if foreign else "remove it, or pass --overwrite",
         )
     if foreign:
