@@ -28,6 +28,10 @@ from reshard.commands.resume_check.options import ResumeCheckOptions
 from reshard.errors import IncompleteError, NotRunError, ReshardError, UsageError
 from tests.html.test_pages import parsed
 from tests.support.programs import LIMIT_S
+from trainer.checkpoint.state import make_document
+from trainer.core.loop import Progress
+from trainer.resolve import resolve
+from trainer.scaling import LossScaler
 
 STEP, MORE = 3, 4
 PROGRAM = """
@@ -427,8 +431,10 @@ def test_our_trainer_is_told_what_loads_a_layout(source, tmp_path, monkeypatch, 
     place = tmp_path / "run"
     place.mkdir()
     (place / "checkpoint.pt").write_bytes(source.read_bytes())
-    settings = {"settings": {"strategy": "zero2"}, "progress": {"step": STEP}, "global_step": STEP}
-    (place / "trainer_state.json").write_text(json.dumps(settings))
+    settings = resolve({"strategy": "zero2"}, 1)
+    progress = Progress(step=STEP, updates=STEP)
+    document = make_document(settings, progress, LossScaler(), "")
+    (place / "trainer_state.json").write_text(json.dumps(document))
     commands = []
 
     def run(command, folder, _timeout):

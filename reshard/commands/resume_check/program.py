@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -14,8 +13,6 @@ from reshard.core.manifest import Manifest
 from reshard.errors import UsageError
 from reshard.formats import registry
 from reshard.training import trainer_run
-
-_TRAINER_STATE = "trainer_state.json"
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,22 +76,19 @@ def choose_program(manifest: Manifest, command: str | None) -> Program:
 
 def _use_trainer(manifest: Manifest) -> Program:
     """Return ``python -m trainer`` with the settings that the checkpoint contains."""
-    path = Path(manifest.origin.path) / _TRAINER_STATE
-    try:
-        document = json.loads(path.read_text()) if path.is_file() else {}
-        strategy, step = document["settings"]["strategy"], int(document["progress"]["step"])
-    except (ValueError, KeyError, TypeError) as error:
+    run = trainer_run.read(manifest.train.trainer_state, manifest.origin.path)
+    if run is None:
         raise UsageError(
             manifest.origin.path,
             "not a checkpoint of python -m trainer, so the program that resumes is unknown",
             'pass the command of your program: --command "torchrun --nproc-per-node {world_size}'
             ' train.py --resume {checkpoint} --steps {steps} --losses {log}"',
-        ) from error
+        )
     words = "-m trainer --resume {checkpoint} --nproc {world_size} --steps {until} --log {log}"
     return Program(
         [sys.executable, *words.split(), "--save", "{out}", "--no-progress"],
-        step,
-        lambda planned: _choose_flags(planned, strategy),
+        run.progress["step"],
+        lambda planned: _choose_flags(planned, run.settings["strategy"]),
     )
 
 
