@@ -212,6 +212,11 @@ def read(value: Mapping[str, Any] | None, where: object) -> TrainerRun | None:
     return TrainerRun(value)
 
 
+def describe_resume(ranks: int) -> str:
+    """Return the command that resumes a run, with ``{path}`` for its directory."""
+    return f"python -m trainer --resume {{path}} --nproc {ranks}"
+
+
 _FSDP_FORMS = (  # a file of the form, the strategies that load it, and the flags that name it
     ("pytorch_model_fsdp_0", ("fsdp2", "fsdp"), "--state-dict-type sharded --sharded-files dcp"),
     (

@@ -82,7 +82,8 @@ def test_every_form_is_split_and_goes_on(halves, unbroken, tmp_path):
     jobs = {}
     for name, run in halves.items():
         out = tmp_path / name.replace(" ", "_")
-        reshard.split(run, out, world_size=NEW)
+        report = reshard.split(run, out, world_size=NEW)
+        assert report.load_line == f"python -m trainer --resume {out} --nproc {NEW}", name
         assert (out / "latest").read_text() == f"global_step{STEPS}"
         assert (out / f"global_step{STEPS}" / "trainer_state.json").exists()
         assert reshard.diff(run, out).same, name

@@ -18,7 +18,7 @@ from reshard.formats.base import StateConversion, Writer
 from reshard.formats.request import Request
 from reshard.options import options_of
 from reshard.state_dict import torch_state_dict
-from reshard.training import batch, copied_files
+from reshard.training import batch, copied_files, trainer_run
 from reshard.training.state import WritableState
 
 
@@ -64,6 +64,13 @@ class SplitReport(OutputReport):
         yield from self._list_timing()
 
 
+def _describe_load(writer: Writer, request: Request) -> str:
+    """Return how the program that saved the source, or one of the layout, loads the output."""
+    if request.run is not None and request.keeps_layout and not request.weights_only:
+        return trainer_run.describe_resume(request.world_size)
+    return writer.describe_load(request)
+
+
 def describe_split(
     conversion: StateConversion, state: WritableState, skeleton: Skeleton, plan: Plan
 ) -> SplitReport:
@@ -79,7 +86,7 @@ def describe_split(
         **describe_common(manifest, skeleton, plan, notes.warnings),
         target=" ".join(filter(None, (writer.name, writer.describe(request)))),
         zero_stage=request.zero_stage if has_stage else None,
-        load_line=writer.describe_load(request),
+        load_line=_describe_load(writer, request),
         ranks_before=manifest.origin.world,
         ranks=request.world_size,
         weights=len(state.weights),
