@@ -218,3 +218,8 @@ def test_an_unknown_keyword_gets_the_right_one(name, advice):
 def test_a_size_of_less_than_a_byte_is_refused(text):
     with pytest.raises(UsageError, match="is not a size"):
         parse_bytes(text, "--max-shard-size")
+
+
+def test_a_title_names_targets_only_if_every_option_below_it_is_of_some():
+    for command, title in (("plan", "Training"), ("split", "Megatron (--to megatron)")):
+        assert f"\n{title}:\n" in CliRunner().invoke(cli, [command, "--help-all"]).output

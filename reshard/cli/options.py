@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -291,13 +292,13 @@ def _list_targets_of_groups(
 
     Groups with options that every target uses are not in the result.
     """
-    users: dict[str, list[str]] = {}
+    users: dict[str, list[Sequence[str]]] = {}
     for each in declared_options:
-        users.setdefault(each.declared.group, []).extend(writers[each.name])
+        users.setdefault(each.declared.group, []).append(writers[each.name])
     return {
-        group: f" (--to {', '.join(dict.fromkeys(names))})"
-        for group, names in users.items()
-        if names
+        group: f" (--to {', '.join(dict.fromkeys(chain(*named)))})"
+        for group, named in users.items()
+        if all(named)
     }
 
 

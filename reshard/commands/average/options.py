@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from reshard.commands.merge.options import MergeOptions, WeightsOptions
 from reshard.commands.output_options import NamingOptions, OutputOptions
-from reshard.commands.split.options import NewOptimizerOptions, SplitOptions
+from reshard.commands.split.options import InitOptimizer, NewOptimizerOptions, SplitOptions
 from reshard.errors import UsageError
 from reshard.formats.target_options import TargetOptions
 from reshard.options import option, options_of, repeat_option
@@ -37,7 +38,7 @@ class AverageOptions(
     )
     ema: float | None = option(
         None,
-        "Exponential moving average in order of steps: average = EMA * average + (1 - EMA) *"
+        "Exponential moving average in order of steps: average = DECAY * average + (1 - DECAY) *"
         " checkpoint.",
         group="Average",
         metavar="DECAY",
@@ -54,10 +55,23 @@ class AverageOptions(
     to: str | None = repeat_option(
         SplitOptions,
         "to",
+        help="Layout to write, as convert writes it.",
         unset="safetensors, as merge writes them",
         advice="for a Hugging Face model: leave out --to",
     )
     world_size: int | None = repeat_option(SplitOptions, "world_size", unset="1")
+    init_optimizer: InitOptimizer | None = repeat_option(
+        NewOptimizerOptions,
+        "init_optimizer",
+        help="Optimizer to write with --to: none, or zeros for a new Adam at step 0.",
+        unset="none, if the layout loads without one",
+    )
+    param_groups: Path | None = repeat_option(
+        NewOptimizerOptions,
+        "param_groups",
+        help="JSON file of param groups and hyperparameters, for --init-optimizer zeros.",
+        unset="",
+    )
 
     def __post_init__(self) -> None:
         """Refuse values that are not allowed, and options that contradict each other.
