@@ -15,7 +15,7 @@ from typing import Any
 from reshard.containers import skeletons
 from reshard.core.manifest import Skeleton
 from reshard.formats.deepspeed import dialects, neox
-from reshard.formats.deepspeed.write.pipeline import list_layers
+from reshard.formats.deepspeed.write.pipeline import is_pipeline
 from reshard.formats.deepspeed.write.spec import RANDOM_STATES, select_extra_state
 from reshard.layouts.model_parallel.sizes import Sizes
 from reshard.training.state import WritableState
@@ -60,7 +60,7 @@ def describe_settings(state: WritableState, sizes: Sizes) -> Iterator[str]:
     changed: dict[str, Any] = {}
     if before != after or state.manifest.origin.mesh.get("pp", 1) != sizes.pipeline:
         changed |= {name: after[name] for name in (_RANKS, _UNIT) if name in after}
-        changed["pipe_parallel_size"] = sizes.pipeline if list_layers(state.manifest) else 0
+        changed["pipe_parallel_size"] = sizes.pipeline if is_pipeline(state.manifest) else 0
     if not select_extra_state(state)[0].keys() >= RANDOM_STATES:
         changed["no_load_rng"] = "true"
     if changed:

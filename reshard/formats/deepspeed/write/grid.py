@@ -21,6 +21,7 @@ from reshard.formats.deepspeed.write import autotp
 from reshard.formats.deepspeed.write.pipeline import (
     Layer,
     get_shared_module,
+    is_pipeline,
     is_shared,
     list_layers,
     share_layers,
@@ -109,7 +110,7 @@ class ModelGrid:
 
 def is_whole(state: WritableState, options: GridOptions) -> bool:
     """Return whether a single rank holds everything, with the module in the model states."""
-    return options.sizes.is_one and not list_layers(state.manifest)
+    return options.sizes.is_one and not is_pipeline(state.manifest)
 
 
 def has_experts(state: WritableState) -> bool:

@@ -50,6 +50,12 @@ class Layer:
         return frozenset(self.names.values())
 
 
+def is_pipeline(manifest: Manifest) -> bool:
+    """Return whether the weights of the source are in files of its layers."""
+    weights = manifest.of_kind(PARAM, BUFFER)
+    return any(parse_layer(chunk.file) is not None for entry in weights for chunk in entry.chunks)
+
+
 def list_layers(manifest: Manifest) -> tuple[Layer, ...]:
     """Return the layers of a pipeline; empty if the source is not a pipeline.
 
