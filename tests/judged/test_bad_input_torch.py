@@ -451,7 +451,7 @@ METADATA_LIES = """
         (_placed(offset=-1), CorruptError, "impossible position"),
         (_placed(offset=1 << 62), CorruptError, "truncated"),
         (_placed(length=1 << 62), CorruptError, "truncated"),
-        (_placed(offset=1), CorruptError, "__0_0.distcp"),
+        (_placed(offset=1), CorruptError, "neither a torch.save archive"),
         (lambda a: setattr(a, "state_dict_metadata", 5), CorruptError, "that reshard cannot read"),
         (lambda a: setattr(a, "storage_data", [1]), CorruptError, "that reshard cannot read"),
     ],

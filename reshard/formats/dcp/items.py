@@ -172,6 +172,13 @@ class ItemReader:
         if position not in self._streams:
             nbytes = self._get_size(name) - block.byte_offset
             section = Section(self._pool, name, block.byte_offset, nbytes)
+            if section.read(0, min(9, nbytes))[8:] != b"{":
+                raise CorruptError(
+                    name,
+                    f".metadata places {block.key!r} at byte {block.byte_offset}, where neither a"
+                    " torch.save archive nor a safetensors stream begins",
+                    _MIXED,
+                )
             self._streams[position] = safetensors.read_section(section).tensors
         chunk = self._streams[position].get(block.key)
         box = block.box or Box((), ())
