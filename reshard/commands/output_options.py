@@ -138,9 +138,8 @@ class NamingOptions(Options):
         "Names of the tensors: those of the source, those that transformers writes (hf), or those"
         " of its model in memory (module).",
         group="Names",
-        unset="hf in merged safetensors files, except in one file of a Megatron-like run, and"
-        " module for such a run in other layouts, if the model is known; else those of the source,"
-        " unless the output needs others",
+        unset="hf in merged safetensors files (source in one file of a Megatron or Meta run),"
+        " module in other output; source if the model is not known",
     )
     family: str | None = option(
         None,
