@@ -13,6 +13,7 @@ import torch
 import reshard
 from reshard.containers.pickles import objects, unpickle
 from reshard.containers.pickles.pickler import Pickler
+from reshard.containers.pickles.values import UnsharedItems, UnsharedObject
 from reshard.errors import UnsafeError
 from reshard.formats.deepspeed.write.spec import adapt_args
 from reshard.layouts.model_parallel.sizes import Sizes
@@ -100,3 +101,24 @@ def test_of_two_schedulers_the_outermost_is_the_runs(tmp_path):
             train = checkpoint.manifest.train
         assert train.scheduler == run
         assert train.client == {"own.scheduler": own["scheduler"], "own.sizes": own["sizes"]}
+
+
+@pytest.mark.parametrize("count", [0, 1, 2, 999, 1000, 1001, 2000, 2001])  # batches of 1000
+def test_values_that_are_made_in_turn_have_the_bytes_of_python(count):
+    def make(number):
+        return UnsharedObject("argparse.Namespace", {"number": number, "again": number})
+
+    held = {
+        "list": UnsharedItems(list, count, map(make, range(count))),
+        "dict": UnsharedItems(dict, count, ((number, make(number)) for number in range(count))),
+        "without": UnsharedObject("argparse.Namespace"),
+    }
+    pickler = Pickler("test")
+    pickler.write(held)
+    made = [argparse.Namespace(number=n, again=n) for n in (*range(count), *range(count))]
+    wanted = {
+        "list": made[:count],
+        "dict": dict(enumerate(made[count:])),
+        "without": argparse.Namespace(),
+    }
+    assert pickler.finish() == pickle.dumps(wanted, protocol=2)

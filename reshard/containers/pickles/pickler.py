@@ -4,7 +4,8 @@ The values are those that `unpickle.loads` returns: plain Python values, a `Glob
 function, a `Call` for an object. A subclass writes every other value (`Pickler.write_leaf`).
 
 As in Python, a value that occurs twice *as the same object* is written once and then fetched from
-the memo; equal strings that are two objects are written twice.
+the memo; equal strings that are two objects are written twice. All values must stay alive until the
+pickle is complete, except `UnsharedObject` and `UnsharedItems`.
 
 Source: CPython 3.11 ``Modules/_pickle.c`` (``batch_list``, ``batch_dict``, ``save_reduce``),
 ``Lib/pickletools.py``.
@@ -14,9 +15,9 @@ from __future__ import annotations
 
 import struct
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from itertools import islice
-from typing import Any
+from typing import Any, Protocol
 
 from reshard.containers.pickles import trust
 from reshard.containers.pickles.values import (
@@ -26,6 +27,8 @@ from reshard.containers.pickles.values import (
     Global,
     ListObject,
     Located,
+    UnsharedItems,
+    UnsharedObject,
 )
 from reshard.errors import UnsupportedError
 
@@ -40,6 +43,14 @@ _PYTHON2_MODULES = {"builtins": "__builtin__", "copyreg": "copy_reg"}
 _CALLED = frozenset(
     f"collections.{name}" for name in ("OrderedDict", "Counter", "deque", "defaultdict")
 )
+
+
+class _Counted(Protocol):
+    """Values whose number is known before they are made."""
+
+    def __len__(self) -> int: ...
+
+    def __iter__(self) -> Iterator[Any]: ...
 
 
 class Pickler:
@@ -251,22 +262,41 @@ class Pickler:
     def _write_dict(self, items: dict[Any, Any]) -> None:
         self.out += b"}"
         self.memoize(items)
-        self._write_items(items.items(), exact=True)
-        if items and len(items) % _BATCH == 0:
+        self._write_exact_items(items.items())
+
+    def _write_exact_items(self, pairs: _Counted) -> None:
+        self._write_items(pairs, exact=True)
+        if len(pairs) and len(pairs) % _BATCH == 0:
             self.out += b"(u"  # the C pickler starts another batch, which turns out empty
+
+    def _write_unshared_items(self, items: UnsharedItems) -> None:
+        self.out += b"]" if items.kind is list else b"}"
+        self.memoize()
+        if items.kind is list:
+            self._write_elements(items, exact=True)
+        else:
+            self._write_exact_items(items)
+
+    def _write_unshared_object(self, value: UnsharedObject) -> None:
+        self.write_global(value.name)
+        self.out += b")\x81"  # EMPTY_TUPLE, NEWOBJ
+        self.memoize()
+        if value.state is not None:
+            self._write_unshared_items(UnsharedItems(dict, len(value.state), value.state.items()))
+            self.out += b"b"
 
     def _write_ordered_dict(self, items: OrderedDict[Any, Any]) -> None:
         self.write_call("collections.OrderedDict", ())
         self.memoize(items)
         self._write_items(items.items())
 
-    def _write_elements(self, values: Collection[Any], *, exact: bool = False) -> None:
+    def _write_elements(self, values: _Counted, *, exact: bool = False) -> None:
         for batch, close in self._split_batches(values, b"a", b"e", exact=exact):
             for value in batch:
                 self.write(value)
             self.out += close
 
-    def _write_items(self, pairs: Collection[tuple[Any, Any]], *, exact: bool = False) -> None:
+    def _write_items(self, pairs: _Counted, *, exact: bool = False) -> None:
         for batch, close in self._split_batches(pairs, b"s", b"u", exact=exact):
             for key, value in batch:
                 self.write(key)
@@ -274,7 +304,7 @@ class Pickler:
             self.out += close
 
     def _split_batches(
-        self, values: Collection[Any], one: bytes, many: bytes, *, exact: bool
+        self, values: _Counted, one: bytes, many: bytes, *, exact: bool
     ) -> Iterable[tuple[Iterable[Any], bytes]]:
         """Yield batches to write, each with the opcode that adds it to the container.
 
@@ -343,4 +373,6 @@ _NESTING: dict[type, _Writer] = {
     Located: Pickler._write_bytes,  # noqa: SLF001
     complex: Pickler._write_complex,  # noqa: SLF001
     Call: lambda pickler, value: pickler.write_object(value),
+    UnsharedObject: Pickler._write_unshared_object,  # noqa: SLF001
+    UnsharedItems: Pickler._write_unshared_items,  # noqa: SLF001
 }

@@ -5,7 +5,7 @@ Builders construct Python's own containers; every other object becomes a `Call`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -68,6 +68,42 @@ class Call:
             if isinstance(part, dict) and attribute in part:
                 return part[attribute]
         return default
+
+
+@dataclass(frozen=True, slots=True)
+class UnsharedObject:
+    """An object without arguments that occurs once in a pickle, which therefore does not keep it.
+
+    Args:
+        name: its class.
+        state: its attributes; None for a class without any.
+    """
+
+    name: str
+    state: Mapping[str, Any] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class UnsharedItems:
+    """The elements of a list, or the pairs of a dict, that occurs once in a pickle.
+
+    They can be made while they are written: a checkpoint may have millions.
+
+    Args:
+        kind: list or dict.
+        count: their number.
+        items: an iterable of them.
+    """
+
+    kind: type[list[Any] | dict[Any, Any]]
+    count: int
+    items: Iterable[Any]
+
+    def __len__(self) -> int:
+        return self.count
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self.items)
 
 
 _BY_IDENTITY: Any = object.__hash__

@@ -17,7 +17,7 @@ from typing import Any
 from reshard.containers import skeletons, torch_writer
 from reshard.containers.pickles.canonical import Canonicalizer
 from reshard.containers.pickles.pickler import Pickler
-from reshard.containers.pickles.values import Call, Global
+from reshard.containers.pickles.values import Call, Global, UnsharedItems, UnsharedObject
 from reshard.containers.torch_writer import Part, Slot, Storage
 from reshard.containers.zip_writer import ALIGNMENT
 from reshard.core.box import Box, Index, whole
@@ -321,6 +321,25 @@ class _DataFile:
 
 # .metadata
 
+_Block = tuple[_DataFile, Box, _Position]
+
+
+@dataclass(frozen=True, slots=True)
+class _Tensor:
+    """A tensor, and where its blocks are stored."""
+
+    dtype: DType
+    shape: Index
+    blocks: Sequence[_Block]
+
+
+@dataclass(frozen=True, slots=True)
+class _Object:
+    """A pickled object, and where it is stored."""
+
+    file: _DataFile
+    position: _Position
+
 
 @dataclass(slots=True)
 class _MetadataBuilder:
@@ -328,52 +347,63 @@ class _MetadataBuilder:
 
     attributes: Mapping[str, Any]
     paths: dict[str, _Path] = field(default_factory=dict)
-    announced: dict[str, Call] = field(default_factory=dict)
-    stored: dict[Call, Call] = field(default_factory=dict)
+    leaves: dict[str, _Tensor | _Object] = field(default_factory=dict)
     properties: dict[DType, Call] = field(default_factory=dict)
     sizes: dict[Index, Call] = field(default_factory=dict)
 
     def add_object(self, key: str, file: _DataFile, position: _Position) -> None:
         """Add a pickled object."""
-        self.announced[key] = _build_object("BytesStorageMetadata")
-        self._store({"fqn": key, "index": None}, file, position)
+        self.leaves[key] = _Object(file, position)
 
-    def add_tensor(
-        self, key: str, value: Value, placed: Sequence[tuple[_DataFile, Box, _Position]]
-    ) -> None:
+    def add_tensor(self, key: str, value: Value, blocks: Sequence[_Block]) -> None:
         """Add a tensor and its blocks."""
-        chunks = []
-        for number, (file, box, position) in enumerate(placed):
-            origin = self._share_size(box.origin)
-            sizes = {"offsets": origin, "sizes": self._share_size(box.shape)}
-            chunks.append(_build_object("ChunkStorageMetadata", sizes))
-            self._store({"fqn": key, "index": number, "offset": origin}, file, position)
-        state = {
-            "properties": self._share_properties(value.dtype),
-            "size": self._share_size(value.shape),
-            "chunks": chunks,
-        }
-        self.announced[key] = _build_object("TensorStorageMetadata", state)
+        self.leaves[key] = _Tensor(value.dtype, value.shape, blocks)
 
     def build_pickle(self, where: str) -> bytes:
         """Return the file's content."""
+        announced = ((key, self._announce(leaf)) for key, leaf in self.leaves.items())
+        count = sum(
+            len(leaf.blocks) if isinstance(leaf, _Tensor) else 1 for leaf in self.leaves.values()
+        )
         state = {
-            "state_dict_metadata": self.announced,
+            "state_dict_metadata": UnsharedItems(dict, len(self.leaves), announced),
             "planner_data": self.paths,
-            "storage_data": self.stored,
+            "storage_data": UnsharedItems(dict, count, self._make_storage_data()),
             "storage_meta": None,  # names the directory; torch's reader accepts None
             "version": _VERSION,
             **self.attributes,
         }
         pickler = Pickler(where)
-        root = _build_object("Metadata", state)
-        pickler.write(root)
+        pickler.write(UnsharedObject(f"{_METADATA}.Metadata", state))
         return pickler.finish()
 
-    def _store(self, index: dict[str, Any], file: _DataFile, position: _Position) -> None:
-        info = {"relative_path": file.name, "offset": position[0], "length": position[1]}
-        storage_info = Call(f"{_DCP}.filesystem._StorageInfo", (), info)
-        self.stored[_build_object("MetadataIndex", index)] = storage_info
+    def _announce(self, leaf: _Tensor | _Object) -> UnsharedObject:
+        """Return the metadata of a tensor or an object."""
+        if isinstance(leaf, _Object):
+            return UnsharedObject(f"{_METADATA}.BytesStorageMetadata")
+        chunks = (
+            UnsharedObject(
+                f"{_METADATA}.ChunkStorageMetadata",
+                {"offsets": self._share_size(box.origin), "sizes": self._share_size(box.shape)},
+            )
+            for _, box, _ in leaf.blocks
+        )
+        state = {
+            "properties": self._share_properties(leaf.dtype),
+            "size": self._share_size(leaf.shape),
+            "chunks": UnsharedItems(list, len(leaf.blocks), chunks),
+        }
+        return UnsharedObject(f"{_METADATA}.TensorStorageMetadata", state)
+
+    def _make_storage_data(self) -> Iterator[tuple[UnsharedObject, UnsharedObject]]:
+        """Yield the key of each block and object, and where it is stored."""
+        for key, leaf in self.leaves.items():
+            if isinstance(leaf, _Object):
+                yield _make_stored({"fqn": key, "index": None}, leaf.file, leaf.position)
+                continue
+            for number, (file, box, position) in enumerate(leaf.blocks):
+                offset = self._share_size(box.origin)
+                yield _make_stored({"fqn": key, "index": number, "offset": offset}, file, position)
 
     def _share_size(self, index: Index) -> Call:
         return self.sizes.setdefault(index, Call("torch.Size", (index,)))
@@ -387,5 +417,11 @@ class _MetadataBuilder:
         return self.properties[dtype]
 
 
-def _build_object(name: str, state: Any = None) -> Call:
-    return Call(f"{_METADATA}.{name}", (), state)
+def _make_stored(
+    index: Mapping[str, Any], file: _DataFile, position: _Position
+) -> tuple[UnsharedObject, UnsharedObject]:
+    info = {"relative_path": file.name, "offset": position[0], "length": position[1]}
+    return (
+        UnsharedObject(f"{_METADATA}.MetadataIndex", index),
+        UnsharedObject(f"{_DCP}.filesystem._StorageInfo", info),
+    )
