@@ -28,7 +28,13 @@ from reshard.containers.json_files import read_json_object
 from reshard.containers.torch_detect import PLAIN_SUFFIXES, SUFFIXES
 from reshard.core.location import Location
 from reshard.core.manifest import Entry, Manifest, check
-from reshard.errors import CorruptError, IncompleteError, UnrecognisedError, understood
+from reshard.errors import (
+    CorruptError,
+    IncompleteError,
+    UnrecognisedError,
+    UsageError,
+    understood,
+)
 from reshard.formats import placeholders, registry, run, unclear
 from reshard.formats.base import ReadHints
 from reshard.formats.pytorch.directory import find_whole
@@ -73,7 +79,7 @@ def read(  # noqa: PLR0913 - a keyword an option
 
     Raises:
         UnrecognisedError: no format recognizes the path.
-        UsageError: ``model`` does not exist.
+        UsageError: ``model`` does not exist, or the format has no ``key``.
         ReshardError: the format cannot read the checkpoint.
     """
     location = Location.from_paths(as_paths(paths))
@@ -129,12 +135,17 @@ def _read_as(location: Location, force: str | None, hints: ReadHints) -> Manifes
 
 def _read_at(location: Location, name: str, hints: ReadHints) -> Manifest:
     """Read the checkpoint directly at a location, with notes on the files that are not read."""
-    manifest = registry.read(location, name, hints)
-    notes = [
-        f"--{hint} was ignored: it does not apply to {name} checkpoints"
-        for hint in registry.get_format(name).ignored_hints
-        if getattr(hints, hint) is not None
+    ignored = [
+        hint for hint in registry.get_format(name).ignored_hints if getattr(hints, hint) is not None
     ]
+    if "key" in ignored:  # the weights that are read would not be those that it names
+        raise UsageError(
+            f"--key {hints.key}",
+            f"does not apply to {name} checkpoints, which have one state dict of the model",
+            "leave it out",
+        )
+    manifest = registry.read(location, name, hints)
+    notes = [f"--{hint} was ignored: it does not apply to {name} checkpoints" for hint in ignored]
     notes += unclear.describe_unread(location)
     # A checkpoint with an optimizer may itself be in a numbered folder (DeepSpeed, Megatron).
     below = (

@@ -277,7 +277,7 @@ class Format:
             are tried before such a format.
         yields_to_runs: whether the format is not looked for in a directory that another one claims.
         ignored_hints: which of the user's options ``key`` and ``wrap`` the reader does not use;
-            reports say so.
+            reports say so, and a key is refused.
         reads_tags: whether ``read`` resolves ``--tag`` itself, and lists the tags in its errors.
         suffixes: suffixes of files that are weights by themselves.
         requires: names of format packages that this one is built on.

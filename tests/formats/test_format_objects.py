@@ -187,9 +187,13 @@ def test_our_formats_pass_the_kit(name, tmp_path):
     check_format(FORMATS[name], [example_of(name, tmp_path)], tmp_path / "kit")
 
 
-@pytest.mark.parametrize("option", ["key", "wrap"])
-def test_an_option_that_a_reader_does_not_use_is_reported(option):
-    warnings = reshard.inspect(LLAMA, **{option: "none"}).warnings
+def test_an_option_that_a_reader_does_not_use_is_reported():
+    warnings = reshard.inspect(LLAMA, wrap="none").warnings
     assert [text for text in warnings if "ignored" in text] == [
-        f"--{option} was ignored: it does not apply to deepspeed checkpoints"
+        "--wrap was ignored: it does not apply to deepspeed checkpoints"
     ]
+
+
+def test_a_key_is_refused_where_it_would_name_other_weights():
+    with pytest.raises(UsageError, match="does not apply to deepspeed"):
+        reshard.inspect(LLAMA, key="ema.model")
