@@ -45,7 +45,7 @@ from reshard.state_dict.tree import ParsedTree
 from reshard.system.files import MAX_POINTER, read_small_file
 from reshard.training import copied_files, trainer_run
 from reshard.training.trainer_run import TrainerRun
-from reshard.units import counted, some
+from reshard.units import some
 
 _WEIGHTS = re.compile(r"(adapter_)?model(_\d+)?\.safetensors")
 _ADAPTER, _ADAPTER_CONFIG = "adapter_model", "adapter_config.json"
@@ -244,7 +244,7 @@ def _select_step(
     last = max(steps.values(), default=None)
     is_run = len(steps) == len(families) and len(set(steps.values())) > 1
     others = [stem for stem in families if steps[stem] != last] if is_run else []
-    return _leave_out(families, others, "file of another step", "files of other steps")
+    return _leave_out(families, others, "files of other steps")
 
 
 def _select_checkpoint(
@@ -258,17 +258,17 @@ def _select_checkpoint(
         for stem, files in families.items()
         if stem != chosen and not provenance.RANDOM.match(stem) and _is_checkpoint(files)
     ]
-    return _leave_out(families, others, "other checkpoint")
+    return _leave_out(families, others, "other checkpoints of this directory")
 
 
 def _leave_out(
-    families: dict[str, OpenedRanks], others: list[str], singular: str, plural: str = ""
+    families: dict[str, OpenedRanks], others: list[str], kind: str
 ) -> tuple[dict[str, OpenedRanks], list[str]]:
-    """Return the files without others, and a warning that counts and names these."""
+    """Return the files without others, and a warning that names these."""
     kept = {stem: files for stem, files in families.items() if stem not in others}
     if not others:
         return kept, []
-    return kept, [f"{counted(len(others), singular, plural)} not read: {some(others)}"]
+    return kept, [f"{kind} were not read: {some(others)}"]
 
 
 def _find_newest(location: Location, families: Mapping[str, OpenedRanks]) -> str | None:
