@@ -325,7 +325,7 @@ _Block = tuple[_DataFile, Box, _Position]
 
 
 @dataclass(frozen=True, slots=True)
-class _Tensor:
+class _PlacedTensor:
     """A tensor, and where its blocks are stored."""
 
     dtype: DType
@@ -334,7 +334,7 @@ class _Tensor:
 
 
 @dataclass(frozen=True, slots=True)
-class _Object:
+class _PlacedObject:
     """A pickled object, and where it is stored."""
 
     file: _DataFile
@@ -347,23 +347,24 @@ class _MetadataBuilder:
 
     attributes: Mapping[str, Any]
     paths: dict[str, _Path] = field(default_factory=dict)
-    leaves: dict[str, _Tensor | _Object] = field(default_factory=dict)
+    leaves: dict[str, _PlacedTensor | _PlacedObject] = field(default_factory=dict)
     properties: dict[DType, Call] = field(default_factory=dict)
     sizes: dict[Index, Call] = field(default_factory=dict)
 
     def add_object(self, key: str, file: _DataFile, position: _Position) -> None:
         """Add a pickled object."""
-        self.leaves[key] = _Object(file, position)
+        self.leaves[key] = _PlacedObject(file, position)
 
     def add_tensor(self, key: str, value: Value, blocks: Sequence[_Block]) -> None:
         """Add a tensor and its blocks."""
-        self.leaves[key] = _Tensor(value.dtype, value.shape, blocks)
+        self.leaves[key] = _PlacedTensor(value.dtype, value.shape, blocks)
 
     def build_pickle(self, where: str) -> bytes:
         """Return the file's content."""
         announced = ((key, self._announce(leaf)) for key, leaf in self.leaves.items())
         count = sum(
-            len(leaf.blocks) if isinstance(leaf, _Tensor) else 1 for leaf in self.leaves.values()
+            len(leaf.blocks) if isinstance(leaf, _PlacedTensor) else 1
+            for leaf in self.leaves.values()
         )
         state = {
             "state_dict_metadata": UnsharedItems(dict, len(self.leaves), announced),
@@ -377,9 +378,9 @@ class _MetadataBuilder:
         pickler.write(UnsharedObject(f"{_METADATA}.Metadata", state))
         return pickler.finish()
 
-    def _announce(self, leaf: _Tensor | _Object) -> UnsharedObject:
+    def _announce(self, leaf: _PlacedTensor | _PlacedObject) -> UnsharedObject:
         """Return the metadata of a tensor or an object."""
-        if isinstance(leaf, _Object):
+        if isinstance(leaf, _PlacedObject):
             return UnsharedObject(f"{_METADATA}.BytesStorageMetadata")
         chunks = (
             UnsharedObject(
@@ -398,7 +399,7 @@ class _MetadataBuilder:
     def _make_storage_data(self) -> Iterator[tuple[UnsharedObject, UnsharedObject]]:
         """Yield the key of each block and object, and where it is stored."""
         for key, leaf in self.leaves.items():
-            if isinstance(leaf, _Object):
+            if isinstance(leaf, _PlacedObject):
                 yield _make_stored({"fqn": key, "index": None}, leaf.file, leaf.position)
                 continue
             for number, (file, box, position) in enumerate(leaf.blocks):
