@@ -189,10 +189,10 @@ def _list_groups(engine: Any) -> list[dict[str, Any]]:
         of_groups: list[list[Any]] = [[] for _ in live]
         for number, members in enumerate(params):
             of_groups[optimizer.sub_group_to_group_id[number]] += members
-        # Parameters without elements are in no sub-group, and a group may have nothing else.
-        idle = [p for p in engine.module.parameters() if p.requires_grad and not p.ds_numel]
-        if [] in of_groups:
-            of_groups[of_groups.index([])] = idle
+        if [] in of_groups:  # parameters without elements are in no sub-group
+            of_groups[of_groups.index([])] = [
+                p for p in engine.module.parameters() if p.requires_grad and not p.ds_numel
+            ]
         params = of_groups
     return [{**group, "params": own} for group, own in zip(live, params, strict=True)]
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
@@ -64,17 +64,17 @@ def may_lack_weights(config: Mapping[str, Any], names: Collection[str]) -> bool:
     if _states_experts(config) and not any("expert" in name for name in names):
         return True
     numbers: set[str] = set()
-    stored: set[str] = set()
+    inside: set[tuple[str, ...]] = set()  # names inside a layer, which most layers share
     for name in names:
         words = name.split(".")
-        places = [place for place, word in enumerate(words) if word.isdigit()]
-        numbers.update(words[place] for place in places[:1])
-        for start in places:
-            ends = range(start + 2, len(words) + 1)
-            stored.update(".".join(words[start + 1 : end]) for end in ends)
+        place = next((place for place, word in enumerate(words) if word.isdigit()), None)
+        if place is not None:
+            numbers.add(words[place])
+            inside.add(tuple(words[place + 1 :]))
     layers = config.get("num_hidden_layers")
     if type(layers) is int and len(numbers) < layers:
         return True
+    stored = {path for words in inside for path in _list_paths(words)}
     kinds = (_list_layers(model_type) for model_type in _list_model_types(config))
     # A file of a model type may have layers of other parts (audio), so one kind must be complete.
     return any(each and not any(parts <= stored for parts in each) for each in kinds)
@@ -87,6 +87,18 @@ def _states_experts(config: Mapping[str, Any]) -> bool:
         else "experts" in key and type(value) is int and value > 0
         for key, value in config.items()
     )
+
+
+def _list_paths(words: Sequence[str]) -> Iterator[str]:
+    """Yield the paths to a tensor and its modules, from the layer and from each list inside it.
+
+    >>> list(_list_paths(["experts", "3", "up", "weight"]))
+    ['experts', 'experts.3', 'experts.3.up', 'experts.3.up.weight', 'up', 'up.weight']
+    """
+    starts = (0, *(place + 1 for place, word in enumerate(words) if word.isdigit()))
+    for start in starts:
+        for end in range(start + 1, len(words) + 1):
+            yield ".".join(words[start:end])
 
 
 @cache

@@ -174,8 +174,8 @@ class Published:
 def describe_published(model: str | Mapping[str, Any]) -> Published | None:
     """Return the published form of a transformers model.
 
-    None if a config's content states a type that transformers does not know: it comes from a table
-    of names, which are the published ones.
+    The result is None for the content of a config whose type transformers does not know: such a
+    config is made from a table of names, and these are the published ones.
 
     Args:
         model: the path of a config or of its directory, or the content of a config.

@@ -270,9 +270,10 @@ class Pickler:
             self.out += b"(u"  # the C pickler starts another batch, which turns out empty
 
     def _write_unshared_items(self, items: UnsharedItems) -> None:
-        self.out += b"]" if items.kind is list else b"}"
+        is_list = items.kind is list
+        self.out += b"]" if is_list else b"}"
         self.memoize()
-        if items.kind is list:
+        if is_list:
             self._write_elements(items, exact=True)
         else:
             self._write_exact_items(items)

@@ -72,7 +72,7 @@ class Call:
 
 @dataclass(frozen=True, slots=True)
 class UnsharedObject:
-    """An object without arguments that occurs once in a pickle, which therefore does not keep it.
+    """An object without arguments that occurs once in a pickle, so the pickler does not keep it.
 
     Args:
         name: its class.
@@ -85,7 +85,7 @@ class UnsharedObject:
 
 @dataclass(frozen=True, slots=True)
 class UnsharedItems:
-    """The elements of a list, or the pairs of a dict, that occurs once in a pickle.
+    """The elements of a list, or the pairs of a dict, which occurs once in a pickle.
 
     They can be made while they are written: a checkpoint may have millions.
 

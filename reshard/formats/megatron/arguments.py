@@ -31,7 +31,7 @@ _ENDS = ("decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers"
 _COUNTED_ENDS = ("account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split")
 PATTERN = "hybrid_layer_pattern"  # a letter for each layer of a hybrid model: see `split_pattern`
 _DECODER, _MTP = "t", "m"
-_BAR = "|"
+BAR = "|"  # between the layers of two stages or chunks
 _HYBRID = (PATTERN, "hybrid_override_pattern", "is_hybrid_model")
 _LETTERS = {  # names of a layer, and its value of LayerType (``core/transformer/enums.py``)
     **dict.fromkeys(("decoder", "t", "4"), _DECODER),
@@ -238,7 +238,7 @@ class Arguments:
 
     def _list_segments(self) -> list[str]:
         """Return the letters of the layers of each chunk of a hybrid model, if they are stated."""
-        segments = split_pattern(self.values.get(PATTERN))[0].split(_BAR)
+        segments = split_pattern(self.values.get(PATTERN))[0].split(BAR)
         return segments if len(segments) > 1 and self.pp > 1 else []
 
     def _arrange_in_rows(self, counts: list[int]) -> tuple[tuple[int, ...], ...]:
@@ -364,7 +364,7 @@ def _parse_layout(source: str, layout: Any) -> list[str]:
                     source, f"has a pipeline layout of too many layers: {layout[:60]!r}"
                 )
             text = pattern.sub(lambda m: m[1] * int(m[2]), text)
-        return text.split(_BAR)
+        return text.split(BAR)
     expect(source, layout, sequence(sequence()), "args.pipeline_model_parallel_layout")
     return ["".join(map(_find_letter, stage)) for stage in layout]
 

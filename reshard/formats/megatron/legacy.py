@@ -75,10 +75,10 @@ def read(location: Location, table: Table) -> Manifest:
     args = inferred.infer_sizes(open_args(directory.find_model_file(first)), location)
     opened = map_files_by_key(directory.find_ranks(location, args), open_rank)
     flat = any(file.flat is not None for file in opened.values())
-    extra = (name for file in opened.values() for chunk in file.chunks for name in chunk.extra)
+    chunks = [chunk for file in opened.values() for chunk in file.chunks]
+    extra = (name for chunk in chunks for name in chunk.extra)
     args = inferred.infer_layers(inferred.infer_model(args, _list_shapes(opened)), extra)
     args = inferred.infer_optimizer(args, distributed=flat)
-    chunks = [chunk for file in opened.values() for chunk in file.chunks]
     is_new = any(chunk.convolution_since_019 for chunk in chunks)
     args = inferred.infer_convolution(args, since_019=is_new)
     begin = min(opened)

@@ -266,9 +266,7 @@ def _leave_out(
 ) -> tuple[dict[str, OpenedRanks], list[str]]:
     """Return the files without others, and a warning that names these."""
     kept = {stem: files for stem, files in families.items() if stem not in others}
-    if not others:
-        return kept, []
-    return kept, [f"{kind} were not read: {some(others)}"]
+    return kept, [f"{kind} were not read: {some(others)}"] if others else []
 
 
 def _find_newest(location: Location, families: Mapping[str, OpenedRanks]) -> str | None:

@@ -82,20 +82,21 @@ def divide_params(
 def _divide_among(
     states: Sequence[Any], params: Sequence[RankParam], args: Arguments, table: Table
 ) -> list[list[RankParam]]:
-    """Return the parameters of each optimizer of a chain, which one of matrices (Muon) may begin.
+    """Return the parameters of each optimizer of a chain; those of matrices (Muon) come first.
 
     The experts have a Muon of their own unless layers are distributed over ranks
     (``core/optimizer/muon.py``).
     """
     stored = list(map(_list_groups, states))
-    muons = [own for own in stored if groups.updates_matrices(own, list(chain(*stored)))]
-    if not muons:
+    every = list(chain(*stored))
+    count = sum(groups.updates_matrices(own, every) for own in stored)
+    if not count:
         return divide_params(len(states), params, args, table)
     matrices = [param for param in params if groups.is_matrix(param.fqn, param.shape)]
     others = [param for param in params if not groups.is_matrix(param.fqn, param.shape)]
     return [
-        *divide_params(len(muons), matrices, args, table),
-        *divide_params(len(states) - len(muons), others, args, table),
+        *divide_params(count, matrices, args, table),
+        *divide_params(len(states) - count, others, args, table),
     ]
 
 

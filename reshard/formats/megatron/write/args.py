@@ -11,7 +11,7 @@ from itertools import accumulate, pairwise
 from typing import Any
 
 from reshard.core.dtypes import BFLOAT16, FLOAT16, DType
-from reshard.formats.megatron.arguments import PATTERN, split_pattern
+from reshard.formats.megatron.arguments import BAR, PATTERN, split_pattern
 from reshard.layouts.model_parallel.sizes import Sizes
 from reshard.state_dict.plain_values import is_plain
 
@@ -98,12 +98,12 @@ def divide_pattern(
         counts: see `describe_stages`.
     """
     main, predicting = split_pattern(args.get(PATTERN))
-    letters = main.replace("|", "")
+    letters = main.replace(BAR, "")
     if not letters:
         return {}
     chunks = sizes.pipeline * sizes.virtual
     ends = [0, *accumulate(counts or [len(letters) // chunks] * chunks)]
-    bars = "|".join(letters[start:stop] for start, stop in pairwise(ends))
+    bars = BAR.join(letters[start:stop] for start, stop in pairwise(ends))
     unused = {"num_layers_per_virtual_pipeline_stage": None}
     return {**describe_stages(None, sizes, 0, None), **unused, PATTERN: bars + predicting}
 
