@@ -43,7 +43,6 @@ if TYPE_CHECKING:  # at run time, `__getattr__` imports these on first use
     from reshard.commands.plan.report import PlanReport as PlanReport
     from reshard.commands.resume_check.options import ResumeCheckOptions as ResumeCheckOptions
     from reshard.commands.resume_check.report import ResumeReport as ResumeReport
-    from reshard.commands.serve import ServeOptions as ServeOptions
     from reshard.commands.split.options import SplitOptions as SplitOptions
     from reshard.commands.split.report import SplitReport as SplitReport
     from reshard.commands.verify.files import check_file as check_file
@@ -72,7 +71,6 @@ _HOMES = {  # of the public names that are not in `reshard.api`
     "PlanReport": "reshard.commands.plan.report",
     "ResumeCheckOptions": "reshard.commands.resume_check.options",
     "ResumeReport": "reshard.commands.resume_check.report",
-    "ServeOptions": "reshard.commands.serve",
     "SplitOptions": "reshard.commands.split.options",
     "SplitReport": "reshard.commands.split.report",
     "VerifyOptions": "reshard.commands.verify.options",
@@ -99,7 +97,6 @@ __all__ = [
     "ReshardError",
     "ResumeCheckOptions",
     "ResumeReport",
-    "ServeOptions",
     "SplitOptions",
     "SplitReport",
     "VerifyOptions",

@@ -23,7 +23,6 @@ All commands but `demo` also take `--json` and `-v`, and all but `inspect` take 
 _COMMANDS = (
     *("inspect", "merge", "average", "split", "convert", "diff", "verify", "resume-check"),
     "plan",
-    "serve",
     "mount",
 )
 

@@ -251,25 +251,6 @@ def plan(sources: tuple[Path, ...], **values: Any) -> None:
 
 
 @cli.command(
-    declared="ServeOptions",
-    examples=[
-        ("reshard serve run/", "then HF_ENDPOINT=http://127.0.0.1:8000"),
-    ],
-)
-@_sources
-@_verbose
-def serve(sources: tuple[Path, ...], **values: Any) -> None:
-    """Serve the files of SOURCE over HTTP, without writing them.
-
-    By default they are those of a merge to a directory in Hugging Face format. Nothing is written:
-    every byte is computed when a client reads it.
-    """
-    from reshard.commands.serve import serve as run
-
-    run(sources, pop_options(values), print_message)
-
-
-@cli.command(
     declared="FilesOptions",
     examples=[
         ("reshard mount run/ model/", "a Hugging Face directory"),

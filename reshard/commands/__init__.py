@@ -1,7 +1,6 @@
 """One module or folder for each command, which the command line and the Python API call.
 
-inspect, merge, average, split, diff, verify, resume_check, plan, serve, mount,
-demo
+inspect, merge, average, split, diff, verify, resume_check, plan, mount, demo
             the commands; split is convert too
 options, output_options
             options that several commands share

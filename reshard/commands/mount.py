@@ -107,7 +107,7 @@ def _check_device() -> None:
             f"cannot be used: {error.strerror}",
             "load the kernel module: modprobe fuse; let users open the device: chmod 666 /dev/fuse;"
             " give a container the device and the right to mount: docker run --device /dev/fuse"
-            " --cap-add SYS_ADMIN; or use reshard serve",
+            " --cap-add SYS_ADMIN; or write the files with merge or split",
         ) from error
 
 

@@ -1,6 +1,6 @@
 """The files that `merge` or `split` would write, opened without being written.
 
-`serve`, `mount` and the file system of fsspec show them to other programs.
+`mount` and the file system of fsspec show them to other programs.
 """
 
 from __future__ import annotations

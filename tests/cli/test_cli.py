@@ -52,7 +52,6 @@ OPTIONS = {
         *("--html", "--overwrite"),
     },
     "demo": {"--keep", "-v", "--verbose"},
-    "serve": FILES_OPTIONS | {"--host", "--port", "--token"},
     "mount": FILES_OPTIONS,
     "split": SOURCE_OPTIONS | OUTPUT_OPTIONS | SPLIT_OPTIONS,
     "convert": SOURCE_OPTIONS | OUTPUT_OPTIONS | SPLIT_OPTIONS,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -14,6 +15,7 @@ import time
 from collections import defaultdict
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from urllib.request import Request, urlopen
 
 import pytest
 import safetensors
@@ -25,10 +27,13 @@ import reshard
 from reshard.commands.mount import ComputedBlocks, check_directory
 from reshard.errors import UsageError
 from tests.support.directories import read_files
+from tests.support.ports import find_free_port
 from tests.support.programs import LIMIT_S, run_python, run_reshard
 from tests.support.sample_tensors import same
 
-RUN = Path(__file__).parents[2] / "examples" / "llama-zero3-4ranks"
+ROOT = Path(__file__).parents[2]
+PAGE = ROOT / "docs" / "live.md"
+RUN = ROOT / "examples" / "llama-zero3-4ranks"
 WEIGHTS = "model.safetensors"
 READS_SLOWLY = """
 import sys, time
@@ -134,6 +139,35 @@ def test_torch_loads_a_dcp_checkpoint(mounted, place, tmp_path):
     dcp.load(wanted, storage_reader=dcp.FileSystemReader(tmp_path / "dcp"), no_dist=True)
     assert any(value.any() for value in wanted.values())
     assert all(same(got[fqn], value) for fqn, value in wanted.items())
+
+
+@pytest.fixture
+def served(place):
+    """Return the address of an nginx that serves the mounted directory, as docs/live.md shows."""
+    if shutil.which("nginx") is None:
+        pytest.skip("nginx is not installed")
+    (example,) = re.findall(r"```nginx\n(.+?)```", PAGE.read_text(), re.DOTALL)
+    port = str(find_free_port())
+    assert example.count("8080") == example.count("root model;") == 1
+    (place.parent / "nginx.conf").write_text(
+        example.replace("8080", port).replace("root model;", f"root {place};")
+    )
+    command = ["nginx", "-p", place.parent, "-c", "nginx.conf"]
+    subprocess.run(command, check=True)
+    yield f"http://127.0.0.1:{port}"
+    subprocess.run([*command, "-s", "stop"], check=True)
+
+
+def test_nginx_serves_the_bytes_of_merge(mounted, merged, served):
+    mounted(RUN)
+    wanted = (merged / WEIGHTS).read_bytes()
+
+    def ask(**headers):
+        with urlopen(Request(f"{served}/{WEIGHTS}", headers=headers), timeout=LIMIT_S) as answer:
+            return answer.status, answer.read()
+
+    assert ask() == (200, wanted)
+    assert ask(Range="bytes=5-99") == (206, wanted[5:100])
 
 
 def test_a_layout_with_folders_has_the_names_of_split(mounted, place, tmp_path):

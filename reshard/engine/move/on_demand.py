@@ -1,7 +1,8 @@
 """Files of a plan whose bytes are computed when they are read: nothing is written.
 
 A file of `OnDemandFiles` has the bytes that `execute` writes to the file of that name. Programs
-that load a checkpoint into memory, or serve it, read such files instead of a copy on a disk.
+that load a checkpoint into memory, or read a mounted directory, read such files instead of a copy
+on a disk.
 """
 
 from __future__ import annotations
