@@ -11,6 +11,7 @@ from collections.abc import Container, Iterator, Mapping
 from typing import Any
 
 from reshard.containers import numpy_arrays
+from reshard.containers.pickles.objects import iterate_parts
 from reshard.containers.pickles.values import Call
 from reshard.containers.torch_objects import StoredBuffer, Tensor, is_wrapped
 from reshard.errors import IncompleteError, UnsupportedError
@@ -19,6 +20,7 @@ from reshard.state_dict.tree import LocalTensors, is_tensor
 from reshard.units import counted, some
 
 _CONTAINERS = (dict, list, tuple)
+_PARAMETERS = ("weight", "bias")  # what most modules of torch.nn call theirs
 _EXTRA_STATE = "_extra_state"  # torch 2.13 ``nn/modules/module.py``, ``_EXTRA_STATE_KEY_SUFFIX``
 
 
@@ -71,7 +73,7 @@ def find_weights(value: Any, name: str) -> Iterator[str]:
                 seen.add(id(item))
                 items = item.items() if isinstance(item, dict) else enumerate(item)
                 waiting += [(f"{at}.{key}", item) for key, item in items]
-        elif _looks_like_weight(item):
+        elif _looks_like_weight(item) or (isinstance(item, Call) and _is_parameter(name, item)):
             yield at
 
 
@@ -96,17 +98,38 @@ def _looks_like_weight(value: Any) -> bool:
 
 def _refuse_unreadable(where: object, name: str, value: Any) -> None:
     """Refuse a weight that only its own class can compute, or of a dtype that torch lacks."""
-    if is_wrapped(value):
-        raise UnsupportedError(
-            where,
-            f"{name} is a {value.name}, whose elements only its own class can compute",
-            "save the model's plain tensors, before quantisation or after dequantisation",
-        )
     reason = numpy_arrays.find_obstacle(value)
     if reason:
         raise UnsupportedError(
             where, f"{name} is {reason}", "save it as a torch tensor of a plain dtype"
         )
+    if isinstance(value, Call) and not is_extra_state(name) and _is_parameter(name, value):
+        raise UnsupportedError(
+            where,
+            f"{name} is a {value.name}, whose elements only its own class can compute",
+            "save the model's plain tensors, before quantisation or after dequantisation"
+            " (--allow-pickle cannot help: reshard executes no class of a checkpoint)",
+        )
+
+
+def _is_parameter(name: str, value: Call) -> bool:
+    """Return whether an object of any class is stored in the place of a parameter or buffer.
+
+    The name of a module's tensor has the path of the module. Without one, the object may be a
+    script's own, beside the weights at the top level of a file.
+    """
+    path, _, last = name.rpartition(".")
+    return (
+        is_wrapped(value)
+        or last in _PARAMETERS
+        or (bool(path) and any(map(_has_elements, iterate_parts(value))))
+    )
+
+
+def _has_elements(part: Any) -> bool:
+    """Return whether a part of an object is a tensor, or array, of more than one element."""
+    # Codes of quantised weights are integers, so the dtype does not matter here.
+    return isinstance(part, StoredBuffer) or (isinstance(part, Tensor) and part.numel > 1)
 
 
 def _describe_kind(value: Any) -> str:

@@ -145,6 +145,45 @@ def test_an_array_that_is_no_tensor_is_refused_by_name(tmp_path, array, reason, 
         reshard.inspect(path)
 
 
+class Coded:
+    """A quantised weight of a class of its own, as Transformer Engine's and quanto's are."""
+
+    def __init__(self, codes):
+        self.codes = codes
+
+    def __reduce__(self):
+        return Coded, (self.codes,)
+
+
+CODES = torch.ones(6, dtype=torch.uint8)
+CLASS = f"{Coded.__module__}.Coded"
+
+
+@pytest.mark.parametrize(
+    ("state", "named"),
+    [
+        ({"model": {"norm.weight": torch.ones(2), "a.weight": Coded(CODES)}}, "model.a.weight"),
+        ({"model": {"norm.weight": torch.ones(2), "a.table": Coded(CODES)}}, "model.a.table"),
+        ({"model": {"norm.weight": torch.ones(2), "a": [Coded(CODES)]}}, "model.a.0"),
+        ({"norm.weight": torch.ones(2), "a.weight": Coded({"codes": b"12"})}, "a.weight"),
+        ({"norm.weight": torch.ones(2), "a.table": Coded({"codes": CODES})}, "a.table"),
+    ],
+)
+def test_a_weight_of_another_class_is_refused_although_the_class_is_allowed(tmp_path, state, named):
+    path = save(state, tmp_path / "x.pt")
+    with pytest.raises((UnsupportedError, IncompleteError), match=named):
+        reshard.merge(path, tmp_path / "out.safetensors", allow_pickle=[CLASS])
+    with pytest.raises((UnsupportedError, IncompleteError), match=named):
+        reshard.inspect(path)
+
+
+def test_an_object_of_a_script_beside_the_weights_is_allowed(tmp_path):
+    own = {"history": Coded(CODES), "seen": [Coded(CODES)], "model.version": Coded("1.2")}
+    path = save({"norm.weight": torch.ones(2), **own}, tmp_path / "x.pt")
+    reshard.merge(path, tmp_path / "out.safetensors", allow_pickle=[CLASS])
+    assert load_file(tmp_path / "out.safetensors").keys() == {"norm.weight"}
+
+
 @pytest.mark.parametrize("held", [[torch.ones(2)], {"deep": [ARRAYS["matrix"]]}, (torch.ones(2),)])
 @pytest.mark.parametrize("nested", [False, True])
 def test_weights_in_a_list_beside_the_weights_are_refused(tmp_path, held, nested):
