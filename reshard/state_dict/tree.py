@@ -57,6 +57,8 @@ class ParsedTree:
         ordered: whether weights are in the model's order.
         proved: whether the files state how large each tensor is.
         saved_modules: ``modules_to_save`` of PEFT's configuration beside an adapter.
+        modules: files with the weights of one module each -> the first part of the names that these
+            weights have in the whole model.
         directory: the directory to which the program saved, if the files state it.
     """
 
@@ -70,6 +72,7 @@ class ParsedTree:
     ordered: bool = True
     proved: bool = True
     saved_modules: Sequence[str] = ()
+    modules: Mapping[str, str] = field(default_factory=dict)
     directory: str = ""
     notes: list[str] = field(default_factory=list)
 

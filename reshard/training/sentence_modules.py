@@ -10,15 +10,18 @@ Source: sentence-transformers 6.2 ``base/model.py`` (``save_pretrained``); the m
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
 from reshard.containers.json_files import read_json
+from reshard.core.location import Location
 from reshard.errors import CorruptError
 from reshard.units import some
 
 _LIST = "modules.json"
+_FOLDER = re.compile(r"(\d+)_[A-Z]\w*")  # 1_Pooling, 2_Dense
 _WEIGHTS = ("model.safetensors", "pytorch_model.bin")
 
 
@@ -35,6 +38,25 @@ class Modules:
     are_whole: bool = False
 
 
+def list_files(directory: Path) -> dict[str, str]:
+    """Return the files with weights of the modules in folders: path in the directory -> module.
+
+    A folder of the usual name counts also if ``modules.json`` is missing.
+    """
+    path = directory / _LIST
+    folders = {folder: name for name, folder in _read(path).items()} if path.is_file() else {}
+    for name in Location([directory], inner=True).folders:
+        usual = _FOLDER.fullmatch(name)
+        if usual:
+            folders.setdefault(name, usual[1])
+    return {
+        file: name
+        for folder, name in folders.items()
+        for file in (f"{folder}/{weights}" for weights in _WEIGHTS)
+        if folder and (directory / file).is_file()
+    }
+
+
 def compare(directories: Iterable[Path], fqns: Iterable[str]) -> Modules:
     """Compare the names of weights with the first ``modules.json`` in some directories."""
     path = next((each / _LIST for each in directories if (each / _LIST).is_file()), None)
@@ -47,10 +69,7 @@ def compare(directories: Iterable[Path], fqns: Iterable[str]) -> Modules:
             " load them into the SentenceTransformer (model.load_state_dict), and save it"
         )
         return Modules((note,), are_whole=True)
-    files = (
-        path.parent / folder / name for folder in listed.values() if folder for name in _WEIGHTS
-    )
-    left = [str(file.relative_to(path.parent)) for file in files if file.is_file()]
+    left = list(list_files(path.parent))
     if not left:
         return Modules()
     note = (

@@ -9,6 +9,7 @@ import torch
 from safetensors.torch import save_file
 
 import reshard
+from reshard.errors import IncompleteError
 
 # ``save_pretrained`` of Transformer, Pooling and Dense; Pooling has no weights.
 MODULES = [
@@ -39,6 +40,28 @@ def test_weights_of_other_modules_are_reported(saved, tmp_path):
     assert len(told) == 1
     assert "SentenceTransformer(" in told[0]
     assert "BertModel" in report.load_line
+
+
+@pytest.mark.parametrize("is_listed", [True, False])
+def test_moments_of_another_module_are_not_given_to_a_weight_of_its_shape(
+    saved, tmp_path, is_listed
+):
+    """Check an optimizer of as many parameters as the weights: one is frozen, one is the head's."""
+    if not is_listed:
+        (saved / "modules.json").unlink()
+    trained = {EMBEDDING: torch.ones(8, 4), "pooler.dense.weight": torch.ones(4, 4)}
+    save_file(trained, saved / "model.safetensors")
+    save_file({"linear.weight": torch.ones(4, 4)}, saved / "2_Dense/model.safetensors")
+    optimizer = torch.optim.AdamW([torch.nn.Parameter(torch.ones(n, 4)) for n in (8, 4)])
+    for parameter in optimizer.param_groups[0]["params"]:
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    torch.save(optimizer.state_dict(), saved / "optimizer.pt")
+    (saved / "trainer_state.json").write_text('{"global_step": 1}')
+    with reshard.open(saved) as checkpoint:
+        assert not checkpoint.manifest.has_optimizer
+    with pytest.raises(IncompleteError, match=r"of other modules, .*2_Dense"):
+        reshard.split(saved, tmp_path / "out", to="torch")
 
 
 def test_names_of_the_whole_model_are_not_said_to_load_into_its_first_module(saved, tmp_path):

@@ -37,6 +37,14 @@ def test_a_group_that_fits_in_two_ways_is_not_named():
         named([[(9, 4), (4, 4), (4,), (9, 4)]])  # q or o?
 
 
+def test_more_members_than_weights_are_never_named_by_shape():
+    """A head in another file may have the shape of a weight that was never stepped."""
+    with pytest.raises(AmbiguousError, match="6 parameters, more than the 5 of the weights"):
+        named([[*MODEL.values(), None]])
+    with pytest.raises(AmbiguousError, match="more than the 5"):
+        named([[(9, 4), (4, 4), None, None, (9, 4), (4, 4)], [(4,)]])
+
+
 def test_groups_by_shape():
     decay = [(9, 4), (4, 4), (4, 4), (9, 4)]
     assert named([decay, [(4,)]]) == [["embed", "q", "o", "head"], ["norm"]]

@@ -43,7 +43,7 @@ from reshard.state_dict import assemble, sections
 from reshard.state_dict.global_tensor import GlobalTensor
 from reshard.state_dict.tree import ParsedTree
 from reshard.system.files import MAX_POINTER, read_small_file
-from reshard.training import copied_files, trainer_run
+from reshard.training import copied_files, sentence_modules, trainer_run
 from reshard.training.trainer_run import TrainerRun
 from reshard.units import some
 
@@ -349,6 +349,7 @@ def _collect_parts(
         else:
             _add_part(whole, stem, _read_safetensors(location, path))
     whole.saved_modules = _read_saved_modules(location)
+    whole.modules = sentence_modules.list_files(location.directories[0])
     _add_adapters(whole, location, warnings)
     return whole, warnings
 

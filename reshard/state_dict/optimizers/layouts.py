@@ -22,6 +22,7 @@ from reshard.state_dict.flat_params import FlatUnit
 from reshard.state_dict.optimizers import nested_slots
 from reshard.state_dict.optimizers.numbering import (
     AmbiguousError,
+    MoreParametersError,
     Signature,
     UnknownShapeError,
     name_divided,
@@ -29,6 +30,7 @@ from reshard.state_dict.optimizers.numbering import (
 )
 from reshard.state_dict.tree import LocalTensors, as_global, is_tensor
 from reshard.training import optimizers
+from reshard.units import some
 
 Slots = dict[str, Any]  # slot name -> leaf
 Owner = Any  # what a state belongs to: an fqn, or a unit
@@ -47,6 +49,7 @@ class KnownParameters:
         frozen: parameters that have no state.
         blocks: the blocks in which the files store each weight; its state, cut like it, must have
             the same ones. Empty: not compared.
+        others: files with weights of other modules of the same model, which were not read.
     """
 
     shapes: Mapping[str, Index]
@@ -59,6 +62,7 @@ class KnownParameters:
     ignored: frozenset[str] = frozenset()
     frozen: frozenset[str] = frozenset()
     blocks: Mapping[str, frozenset[Box]] = field(default_factory=dict)
+    others: Sequence[str] = ()
 
     def list_divisions(self) -> list[Sequence[Sequence[str]]]:
         """Return the known ways to divide the parameters into groups."""
@@ -275,6 +279,11 @@ def identify_layout(
             of a known shape or size, or else that of the layout of whole tensors.
     """
     order = [key for keys in members for key in keys]
+    if known.others and not stored:
+        raise MoreParametersError(
+            "it may have the parameters of other modules, whose weights were not read:"
+            f" {some(known.others)}"
+        )
     if not all(isinstance(key, int) for key in order):
         raise AmbiguousError(list(map(str, order)), "are listed among numbered ones")
     if order != sorted(order):
@@ -327,6 +336,10 @@ def _check_stored_names(
     """Return the names that the file itself gives, if the states fit those parameters."""
     for keys, group_signs in zip(members, signs, strict=True):
         for key, sign in zip(keys, group_signs, strict=True):
-            if sign is not None and candidates.get(stored[key]) != sign:
+            if sign is not None and stored[key] not in candidates:
+                raise MoreParametersError(
+                    f"its parameter {stored[key]!r} is not among the weights that were read"
+                )
+            if sign is not None and candidates[stored[key]] != sign:
                 raise AmbiguousError([stored[key]])
     return dict(stored)

@@ -11,6 +11,8 @@ from collections import Counter, defaultdict
 from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from reshard.errors import SAVE_NAMES
+
 if TYPE_CHECKING:
     from reshard.training.state import TrainedGroup
 
@@ -57,6 +59,19 @@ class UnknownShapeError(AmbiguousError):
             self.advice = "save again with all parameters of the optimizer in one state dict"
 
 
+class MoreParametersError(AmbiguousError):
+    """The optimizer may have parameters that are not among the weights that were read.
+
+    Then equal shapes prove nothing: the state may be of a parameter that was not read, while the
+    weight of that shape was never stepped.
+    """
+
+    advice = f"save all of its parameters in one state dict, or {SAVE_NAMES}"
+
+    def __init__(self, why: str) -> None:
+        Exception.__init__(self, why)
+
+
 def name_groups(
     candidates: Mapping[str, Signature],
     groups: SignatureGroups,
@@ -75,8 +90,15 @@ def name_groups(
             first; parameters of one shape keep the model's order.
 
     Raises:
-        AmbiguousError: more than one assignment of the members with state fits, or none.
+        AmbiguousError: more than one assignment of the members with state fits, or none; or there
+            are more members than candidates.
     """
+    count = sum(map(len, groups))
+    if count > len(candidates):
+        raise MoreParametersError(
+            f"it has {count} parameters, more than the {len(candidates)} of the weights that were"
+            " read"
+        )
     if not ordered:
         _refuse_alike(candidates, groups)
     elif sum(map(bool, groups)) == 1 and not by_shape:  # groups without members change nothing

@@ -43,6 +43,8 @@ def select_optimizers(
     """
     read: dict[sections.Path, ParsedOptimizer] = {}
     known = KnownParameters({}, units, parsed.world, ordered=parsed.ordered, ignored=ignored)
+    tops = {fqn.partition(".")[0] for fqn in weights}
+    known = replace(known, others=[file for file, top in parsed.modules.items() if top not in tops])
     if model is not None:
         divisions = divide_parameters(model) if by_trainer else ()
         known = replace(known, ordered=True, model=model.source)
