@@ -791,6 +791,21 @@ def test_hybrid_models_of_core_0_19_state_their_stages_by_bars(tmp_path, form):
     assert reshard.diff(tmp_path / "whole", out, kinds=["weight", "optimizer"]).same
 
 
+def test_hybrid_models_have_the_names_of_their_files(tmp_path):
+    """Their layers are those of ``--spec``, whatever ``--transformer-impl`` is."""
+    unpack(PACKED_019.with_name("hybrid_mtp_pp2.tar.xz"), tmp_path)
+    for path in (tmp_path / "torch").rglob("model_optim_rng.pt"):
+        change(path, transformer_impl="local")
+    sizes = {"tp": 1, "pp": 1, "dp": 1, "make_vocab_size_divisible_by": 8}
+    report = reshard.split(tmp_path / "torch", tmp_path / "dist", ckpt_format="torch_dist", **sizes)
+    assert any("mixer.in_proj.layer_norm_weight, as transformer_en" in w for w in report.warnings)
+    real, written = (
+        DcpReader(tmp_path / run / STEP).read_metadata().state_dict_metadata
+        for run in ("torch_dist", "dist")
+    )
+    assert {key for key in real if key.startswith("decoder.")} <= written.keys()
+
+
 def test_mamba_layers_of_an_unknown_version_get_the_older_names(tmp_path):
     unpack(PACKED_019.with_name("hybrid_mtp_pp2.tar.xz"), tmp_path)
     sizes = {"tp": 1, "pp": 1, "dp": 1, "make_vocab_size_divisible_by": 8}

@@ -7,12 +7,12 @@ from dataclasses import dataclass, field, replace
 
 import pytest
 import torch
+from torch.distributed.checkpoint import FileSystemReader as DcpReader
 
 import reshard
 from reshard.commands.split.command import split
 from reshard.commands.split.options import SplitOptions
 from reshard.core.location import Location
-from reshard.errors import CorruptError
 from reshard.formats.megatron.rank import open_args, open_rank
 from reshard.formats.megatron.write.args import describe_stages
 from reshard.layouts.model_parallel.sizes import Sizes
@@ -351,16 +351,59 @@ def test_latent_attention_goes_to_other_ranks_and_layers(latent, route):
         assert found["later"] == expected["later"]
 
 
-@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning")
-def test_down_projections_of_another_width_are_refused(latent, tmp_path):
-    """Layers that cut them under a ``transformer_impl`` whose layers do not."""
-    run = shutil.copytree(latent / "te" / "torch", tmp_path / "run")
-    for path in run.rglob("*.pt"):
+def state_other_layers(run, out):
+    """Copy a run, and state in its arguments the implementation of layers that it does not have."""
+    shutil.copytree(run, out)
+    for path in out.rglob("*.pt"):
         state = torch.load(path, weights_only=False)
-        state["args"].transformer_impl = "local"
-        torch.save(state, path)
-    with pytest.raises(CorruptError, match="16 rows on each of 2 tensor-parallel ranks"):
-        reshard.split(run, tmp_path / "out", to="megatron", tp=1)
+        if "args" in state:
+            is_local = state["args"].transformer_impl == "local"
+            state["args"].transformer_impl = "transformer_engine" if is_local else "local"
+            torch.save(state, path)
+    return out
+
+
+def list_stored_names(run):
+    """Return the names of a model's tensors in each of a run's files."""
+    dist = next(run.glob("*/.metadata"), None)
+    if dist is not None:
+        return sorted(DcpReader(dist.parent).read_metadata().state_dict_metadata)
+    paths = sorted(run.rglob("model_optim_rng.pt"))
+    return [list(torch.load(path, weights_only=False)["model"]) for path in paths]
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning")
+@pytest.mark.parametrize("to", ["torch", "torch_dist"])
+@pytest.mark.parametrize(
+    ("case", "form"),
+    [
+        ("llama_tp2pp2", "torch"),
+        ("llama_distopt_tp2dp2", "torch"),
+        ("llama_distopt_tp2dp2", "torch_dist"),  # flat buffers, in the order of the parameters
+        ("gpt2_fused_distopt_tp2dp2", "torch"),
+        ("gpt2_fused_distopt_tp2dp2", "torch_dist"),
+        ("te", "torch"),  # down projections are cut by local layers alone
+        ("te", "torch_dist"),
+    ],
+)
+def test_names_and_their_order_are_those_of_the_files(
+    request, megatron_case, tmp_path, case, form, to
+):
+    run = (request.getfixturevalue("latent") / case if case == "te" else megatron_case(case)) / form
+    lying = state_other_layers(run, tmp_path / "lying")
+    sizes = {"tp": 1, "pp": 2, "dp": 1, "ckpt_format": to}
+    reports = [
+        reshard.split(source, tmp_path / name, **sizes)
+        for source, name in ((run, "expected"), (lying, "found"))
+    ]
+    told = ["the arguments state transformer_impl" in " ".join(r.warnings) for r in reports]
+    assert told == [False, True]
+    names = list_stored_names(tmp_path / "expected")
+    assert list_stored_names(tmp_path / "found") == names
+    if to == form == "torch":
+        assert any("layer_norm_weight" in name for name in names[0]) is (case[:5] != "llama")
+    kinds = ["weight", "optimizer"]
+    assert reshard.diff(tmp_path / "expected", tmp_path / "found", kinds=kinds).same
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning")

@@ -95,8 +95,10 @@ def read(location: Location, table: Table) -> Manifest:
         raise CorruptError(location, "contains no model")
     saved_args = arguments.parse(common.get("args"), str(location))
     args = saved_args if saved_args.values else _read_verl_args(location, of_model, exported)
+    layer_notes: list[str] = []
     if args.values:
-        args = inferred.infer_layers(args, objects)
+        fqns = {_name_first_layer(key) for key in of_model}
+        args, layer_notes = inferred.infer_layers(args, table, fqns, objects, in_dist=True)
     keys = _KeyReader(table, args)
     weights = _read_weights(keys, of_model, exported)
     # A parameter with two names is stored twice, and its states under one of these names.
@@ -147,6 +149,7 @@ def read(location: Location, table: Table) -> Manifest:
         frozen=frozenset(frozen),
         warnings=(
             *loaded.notes,
+            *layer_notes,
             *state.notes,
             *forms.note_frozen(frozen),
             *([f"the optimizer is left out: {unnamed.reason}"] if unnamed else []),
@@ -159,6 +162,11 @@ def read(location: Location, table: Table) -> Manifest:
     manifest = rank_states.attach(manifest, rank_states.collect_from_dist(loaded.root))
     form = _describe_form(common, flat, slots)
     return replace(manifest, origin=train.make_origin(location, args, form, manifest))
+
+
+def _name_first_layer(key: str) -> str:
+    """Return the name in the first layer of a parameter whose key stands for all layers."""
+    return (names.parse_stacked(key) or key).replace("{}", "0", 1)
 
 
 def _read_verl_args(

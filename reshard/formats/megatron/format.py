@@ -174,6 +174,7 @@ class Megatron(Writer):
             distributed=distributed,
             adam=options.adam,
             impl=options.transformer_impl or ("local" if is_local else "transformer_engine"),
+            keeps_names=source.origin.format == NAME and options.transformer_impl is None,
             divisible=(
                 options.make_vocab_size_divisible_by
                 or args.get("make_vocab_size_divisible_by")

@@ -17,11 +17,13 @@ from reshard.formats.megatron import directory, names
 from reshard.formats.megatron.arguments import Arguments
 from reshard.formats.megatron.optimizers.frozen import sample_tensor
 from reshard.formats.megatron.rank import RankFile, open_rank
+from reshard.layouts.model_parallel.rules import Table
 from reshard.state_dict.global_tensor import GlobalTensor
 from reshard.system.files import SourceFiles
 
 _SIZES = tuple(f"{axis}_model_parallel_size" for axis in ("tensor", "pipeline", "expert"))
 _STATED_SIZES = (*_SIZES, "model_parallel_size")
+_IMPL, _TE, _LOCAL = "transformer_impl", "transformer_engine", "local"
 _UNTIED = "untie_embeddings_and_output_weights"
 _EXPERT_TENSOR = "expert_tensor_parallel_size"
 _STATE_OF_ATTENTION = "core_attention._extra_state"
@@ -118,17 +120,37 @@ def infer_depth_and_tying(args: Arguments, fqns: Collection[str]) -> Arguments:
     return _add(args, _UNTIED, False) if is_tied else args
 
 
-def infer_layers(args: Arguments, states: Iterable[str]) -> Arguments:
-    """Return arguments that state whose layers the model has, as extra states of modules show it.
+def infer_layers(
+    args: Arguments, table: Table, fqns: Collection[str], states: Iterable[str], *, in_dist: bool
+) -> tuple[Arguments, list[str]]:
+    """Return arguments that state whose layers the model has, and a note if they stated another.
 
-    The attention of Transformer Engine has one, that of Megatron-core has none.
+    The names of norms tell, and the extra states of modules: the attention of Transformer Engine
+    has one, that of Megatron-core has none. torch_dist has Transformer Engine's names of norms also
+    for layers of Megatron-core (``sharded_state_dict_keys_map``), so these come last there.
 
     Args:
+        fqns: names of parameters.
         states: names of extra states.
+        in_dist: whether these are names of torch_dist.
     """
     modules = {name.rpartition("self_attention.")[2] for name in states}
-    is_local = _STATE_BEHIND in modules and _STATE_OF_ATTENTION not in modules
-    return _add(args, "transformer_impl", "local") if is_local else args
+    inside, apart = names.find_norms(table, fqns)
+    of_te = _STATE_OF_ATTENTION if _STATE_OF_ATTENTION in modules else None
+    of_core = f"no {_STATE_OF_ATTENTION}" if _STATE_BEHIND in modules and not of_te else None
+    signs = [(of_te, _TE), (apart, _LOCAL), (of_core, _LOCAL), (inside, _TE)]
+    if not in_dist:
+        signs.insert(0, (inside, _TE))
+    sign, impl = next(((sign, impl) for sign, impl in signs if sign), (None, None))
+    stated = args.values.get(_IMPL)
+    if impl is None or (stated is not None and args.te is (impl == _TE)):
+        return args, []
+    found = replace(args, values={**args.values, _IMPL: impl})
+    note = (
+        f"the arguments state {_IMPL} {stated}, but the files have {sign}, as {impl} has: names and"
+        " order of the parameters are those of the files"
+    )
+    return found, [note] if stated is not None else []
 
 
 def infer_optimizer(args: Arguments, *, distributed: bool) -> Arguments:

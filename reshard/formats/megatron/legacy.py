@@ -77,7 +77,10 @@ def read(location: Location, table: Table) -> Manifest:
     flat = any(file.flat is not None for file in opened.values())
     chunks = [chunk for file in opened.values() for chunk in file.chunks]
     extra = (name for chunk in chunks for name in chunk.extra)
-    args = inferred.infer_layers(inferred.infer_model(args, _list_shapes(opened)), extra)
+    shapes = _list_shapes(opened)
+    args, layer_notes = inferred.infer_layers(
+        inferred.infer_model(args, shapes), table, shapes, extra, in_dist=False
+    )
     args = inferred.infer_optimizer(args, distributed=flat)
     is_new = any(chunk.convolution_since_019 for chunk in chunks)
     args = inferred.infer_convolution(args, since_019=is_new)
@@ -97,7 +100,7 @@ def read(location: Location, table: Table) -> Manifest:
     distributed = args.flag("use_distributed_optimizer")
     detail = "torch, distributed optimizer" if distributed else "torch"
     untrained = [entry.fqn for entry in whole.of_kind(PARAM) if entry.fqn in whole.frozen]
-    notes = [*whole.warnings, *forms.note_frozen(untrained)]
+    notes = [*whole.warnings, *layer_notes, *forms.note_frozen(untrained)]
     # A checkpoint without an optimizer (--no-save-optim) lacks nothing.
     if distributed and not flat and opened[min(opened)].root.get("optimizer"):
         missing = f"no rank has {directory.OPTIMIZER}"

@@ -12,7 +12,7 @@ Sources: Megatron-LM core_v0.16.1 ``transformer/transformer_block.py``,
 from __future__ import annotations
 
 import re
-from collections.abc import Container
+from collections.abc import Collection, Container
 
 from reshard.formats.megatron.arguments import Arguments
 from reshard.layouts.model_parallel.patterns import Pattern
@@ -219,6 +219,23 @@ def find_te_pattern(found: RuleMatch, fqns: Container[str]) -> Pattern | None:
         if not is_norm or f"{linear}.weight" in fqns:
             return pattern
     return None
+
+
+def find_norms(table: Table, fqns: Collection[str]) -> tuple[str | None, str | None]:
+    """Return the name of a norm inside a linear layer, and of one before it in a module of its own.
+
+    The first is a name of Transformer Engine's layers, the second one of Megatron-core's own.
+    """
+    inside = apart = None
+    for fqn in fqns:
+        found = table.find(fqn, {})
+        if found is None or "te" not in found.rule.others or find_expert(fqn) is not None:
+            continue
+        if found.pattern in found.rule.get_patterns("te"):
+            inside = inside or fqn
+        elif found.pattern == found.rule.name and find_te_pattern(found, fqns):
+            apart = apart or fqn
+    return inside, apart
 
 
 def spell_for_dist(table: Table, name: str, fqns: Container[str]) -> str:

@@ -50,6 +50,7 @@ class MegatronOptions:
         distributed: whether the distributed optimizer loads the state.
         adam: the Adam whose state is written; None: the source's, else ``fused``.
         impl: the implementation of the layers, which decides their names.
+        keeps_names: whether the names are those of the source's files instead.
         divisible: the vocabulary is padded to a multiple of this times the tensor-parallel size.
         dtype: dtype of the module; None: as trained.
         rank_states: the states that ranks saved beside tensors.
@@ -63,6 +64,7 @@ class MegatronOptions:
     distributed: bool = False
     adam: Adam | None = None
     impl: TransformerImpl = "transformer_engine"
+    keeps_names: bool = False
     divisible: int = 128
     dtype: DType | None = None
     weights_only: bool = False
@@ -199,7 +201,16 @@ def resolve(state: WritableState, wanted: MegatronOptions, described: Described)
     gated = infer_model(Arguments(state.manifest.origin.path, args), shapes).gated
     padded, notes = _choose_padding(state, wanted, table, constants, architecture)
     te = wanted.dialect == "te"
-    weights = find_rules(state, table, constants, gated=gated, te=te, padded=padded, args=args)
+    weights = find_rules(
+        state,
+        table,
+        constants,
+        gated=gated,
+        te=te,
+        padded=padded,
+        args=args,
+        keeps_names=wanted.keeps_names,
+    )
     experts = frozenset(each.weight.fqn for each in weights if each.expert is not None)
     if any(each.expert is not None and each.found.name.endswith(".bias") for each in weights):
         wanted = _keep_experts_whole(wanted)
@@ -213,7 +224,7 @@ def resolve(state: WritableState, wanted: MegatronOptions, described: Described)
         tied=tied,
         counts=wanted.stage_layers,
         args=Arguments(state.manifest.origin.path, args),
-        grouped=wanted.impl != "local" and bool(args.get("moe_grouped_gemm")),
+        grouped=_groups_experts(weights, wanted, args),
         mtp_at=wanted.mtp_at,
     )
     missing = arguments.list_missing({"num_layers": places.layers, **args})
@@ -259,6 +270,18 @@ def resolve(state: WritableState, wanted: MegatronOptions, described: Described)
         (*notes, *param_groups.notes, *schedule_notes),
         tuple(f"args.{name}" for name in args if name not in adapted),
     )
+
+
+def _groups_experts(
+    weights: Sequence[KnownWeight], wanted: MegatronOptions, args: Mapping[str, Any]
+) -> bool:
+    """Return whether a module holds all experts of a rank, by the names of the files if they tell.
+
+    The reader names the experts of GroupedMLP, whose tensors hold them all, as separate modules.
+    """
+    if wanted.keeps_names and not args.get("moe_use_legacy_grouped_gemm"):
+        return any(each.expert is not None and each.dialect == "te" for each in weights)
+    return wanted.impl != "local" and bool(args.get("moe_grouped_gemm"))
 
 
 def _check_heads(args: Mapping[str, Any], ranks: int) -> None:

@@ -281,10 +281,10 @@ class _Stacks:
         attention is latent (``core/models/gpt/gpt_layer_specs.py``, get_gpt_layer_local_spec:
         ``sharded_state_dict_keys_map``).
         """
-        if self._te:
-            return self._places.choose_dialect(known, "te")
-        is_renamed = _RENAMED.search(known.found.name) and not self._places.is_latent(known)
-        return "te" if is_renamed else "local"
+        own = self._places.choose_dialect(known, "te" if self._te else "local")
+        if self._te or self._hybrid or _RENAMED.search(known.found.name) is None:
+            return own
+        return own if self._places.is_latent(known) else "te"
 
     def _find_position(self, known: KnownWeight) -> Index:
         layer = () if known.layer is None or not self._alike else (known.layer,)

@@ -39,12 +39,14 @@ class KnownWeight:
     Args:
         split: how tensor-parallel ranks share it.
         shape: shape of the whole tensor in Megatron, with the padding of the vocabulary.
+        dialect: the dialect of the source's name, if the output keeps it.
     """
 
     weight: Weight
     found: RuleMatch
     split: Split
     shape: Index
+    dialect: str | None = None
 
     @property
     def layer(self) -> int | None:
@@ -114,12 +116,14 @@ def find_rules(
     te: bool,
     padded: int | None,
     args: Mapping[str, Any],
+    keeps_names: bool,
 ) -> list[KnownWeight]:
     """Return every weight with its rule.
 
     Args:
         te: whether the output's layers are Transformer Engine's.
         padded: rows of the vocabulary with its padding; None: as they are.
+        keeps_names: whether the output keeps the names of the source's files.
 
     Raises:
         UsageError: no rule names a weight.
@@ -138,8 +142,16 @@ def find_rules(
         shape = weight.shape
         if split.padded and padded is not None:
             shape = (padded, *shape[1:])
-        known.append(KnownWeight(weight, rule, split, shape))
+        dialect = _find_dialect(rule) if keeps_names else None
+        known.append(KnownWeight(weight, rule, split, shape, dialect))
     return known
+
+
+def _find_dialect(found: RuleMatch) -> str | None:
+    """Return the dialect of a name; None if it is not one of Megatron-core's."""
+    if found.pattern in found.rule.others.get("te", ()):
+        return "te"
+    return "local" if found.pattern == found.rule.name else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -242,7 +254,9 @@ class WeightLocations:
         """
         if known.expert is not None and not self.grouped:
             return "local"
-        return "local" if self._find_te(known) is None else dialect
+        if self._find_te(known) is None:
+            return "local"
+        return dialect if known.expert is not None else known.dialect or dialect
 
     def spell(self, known: KnownWeight, dialect: str) -> str:
         """Return the name of a weight of the whole model in a dialect.
