@@ -33,6 +33,7 @@ from reshard.live.files import (
 from reshard.live.safe_load import load_safely
 from reshard.live.swapped_optimizer import SCALE, load_unread, patch_swap_loading
 from reshard.system.attributes import replace_attributes
+from reshard.training.batch import Batch, LiveBatch
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -88,7 +89,11 @@ def load_checkpoint(  # noqa: PLR0913 - the arguments of DeepSpeed's method
     weights_only = load_module_only and not leaves_optimizer
     choice = _choose_options(engine, options, tag=tag, weights_only=weights_only)
     config = engine._config._param_dict  # noqa: SLF001 - no public name
-    target = replace(describe_program(engine.module, _list_groups(engine)), config=config)
+    target = replace(
+        describe_program(engine.module, _list_groups(engine)),
+        config=config,
+        batch=_find_batch(engine),
+    )
     with open_live_files(load_dir, choice, target, workers=workers) as live:
         log_report(live.report)
         with ExitStack() as stack:
@@ -117,6 +122,12 @@ def load_checkpoint(  # noqa: PLR0913 - the arguments of DeepSpeed's method
             _discard_second_partitions(engine)
         raise_on_all_ranks(_find_error(live.files))
         return live.report.source, client_state
+
+
+def _find_batch(engine: Any) -> LiveBatch:
+    """Return the batch of the engine's configuration."""
+    micro, steps = engine.train_micro_batch_size_per_gpu(), engine.gradient_accumulation_steps()
+    return LiveBatch(Batch(micro, steps, engine.train_batch_size() // (micro * steps)))
 
 
 def _discard_second_partitions(engine: Any) -> None:

@@ -22,6 +22,7 @@ from reshard.accelerate import choose_state_dict_type, find_fsdp_version
 from reshard.errors import UnsupportedError
 from reshard.live.files import describe_program
 from reshard.live.patched_loads import open_directory
+from reshard.training.batch import Batch, LiveBatch
 
 __all__ = ["open_checkpoint"]
 
@@ -61,6 +62,7 @@ def open_checkpoint(
         config=config,
         fsdp=find_fsdp_version(trainer.accelerator.state),
         arguments=_list_arguments(trainer.args),
+        batch=_find_batch(trainer),
     )
     with open_directory(
         source, decided=decided, given=options, target=target, workers=workers
@@ -78,6 +80,26 @@ def _list_arguments(arguments: Any) -> dict[str, int]:
     names = ("train_batch_size", "logging_steps", "eval_steps", "save_steps")
     given = {name: getattr(arguments, name) for name in names}
     return {name: int(value) for name, value in given.items() if value is not None and value >= 1}
+
+
+def _find_batch(trainer: Any) -> LiveBatch | None:
+    """Return the batch of the Trainer's arguments; None if Accelerate divides it over the ranks.
+
+    Source: transformers 5.24 ``trainer.py`` (``get_total_train_batch_size``: ranks of tensor,
+    context and sequence parallelism share their samples; ``train``: before 5.2, without a test of
+    ``auto_find_batch_size``).
+    """
+    import transformers
+
+    arguments = trainer.args
+    if arguments.accelerator_config.split_batches:
+        return None
+    micro, steps = arguments.train_batch_size, arguments.gradient_accumulation_steps
+    total = trainer.get_total_train_batch_size(arguments)
+    ranks = total // (trainer._train_batch_size * steps)  # noqa: SLF001 - no public name
+    is_old = tuple(map(int, transformers.__version__.split(".")[:2])) < (5, 2)
+    reads_file = is_old or arguments.auto_find_batch_size
+    return LiveBatch(Batch(micro, steps, ranks), reads_file=reads_file)
 
 
 def _list_groups(trainer: Any, config: Mapping[str, Any] | None) -> Sequence[Mapping[str, Any]]:

@@ -22,7 +22,7 @@ from reshard.state_dict import tree
 from reshard.state_dict.plain_values import to_plain
 from reshard.system.paths import as_path
 from reshard.training import copied_files, trainer_run
-from reshard.training.batch import BATCH, BATCH_BEFORE, WORLD
+from reshard.training.batch import BATCH, BATCH_BEFORE, STEPS, WORLD
 from reshard.training.companion_files import CONFIG_FOLDERS, is_model_config
 
 _RANDOM = re.compile(r"(?:rng_state|random_states)(?:_(\d+))?\.(?:pth|pkl)")
@@ -228,22 +228,24 @@ def describe_trained_model(location: Location, given: str | None) -> ModelShapes
 
 
 def read_batch_before(location: Location) -> dict[str, dict[str, int]]:
-    """Return the run's original number of ranks and batch of a rank as opaque training state.
+    """Return the run's own number of ranks, batch of a rank and accumulation as opaque state.
 
     The result is empty if they are unchanged.
 
     Raises:
-        CorruptError: the file is not a JSON object of the two numbers.
+        CorruptError: the file is not a JSON object of these numbers.
     """
     path = location.files.get(BATCH_BEFORE)
     if path is None:
         return {}
     numbers = read_json_object(path)
-    if sorted(numbers) != sorted((BATCH, WORLD)) or any(
+    if numbers.keys() - {STEPS} != {BATCH, WORLD} or any(
         type(n) is not int or n < 1 for n in numbers.values()
     ):
         raise CorruptError(
-            path, f"has {numbers}, expected {BATCH} and {WORLD}, both at least 1", "delete it"
+            path,
+            f"has {numbers}, expected {BATCH}, {WORLD} and perhaps {STEPS}, all at least 1",
+            "delete it",
         )
     return {BATCH_BEFORE: numbers}
 

@@ -17,6 +17,7 @@ if TYPE_CHECKING:  # each belongs to some writers only
     from reshard.layouts.model_parallel.architecture import Described
     from reshard.layouts.tensor_parallel import TensorPlan
     from reshard.model import ModelShapes
+    from reshard.training.batch import LiveBatch
     from reshard.training.trainer_run import TrainerRun
 
 
@@ -30,6 +31,7 @@ class LiveTarget:
         groups: the param groups of its optimizer, if they are known.
         fsdp: the version of FSDP that wraps the model, if one does.
         arguments: what HF Trainer would state of its arguments in ``trainer_state.json``.
+        batch: its batch, if the program states it.
     """
 
     shapes: ModelShapes | None
@@ -37,6 +39,7 @@ class LiveTarget:
     groups: tuple[ParamGroup, ...] = ()
     fsdp: FsdpVersion | None = None
     arguments: Mapping[str, int] = field(default_factory=dict)
+    batch: LiveBatch | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,6 +70,7 @@ class Request:
             source.
         live_fsdp: version of FSDP in the running program that loads the output; None: unknown.
         live_arguments: what the running HF Trainer that loads the output states of its arguments.
+        live_batch: batch of the running program that loads the output, if it states one.
         tag: name of DeepSpeed's tag, if the program that loads the output looks for a certain one.
         program: writer of the library that keeps files of its own beside DeepSpeed's, if the output
             is to have them.
@@ -99,6 +103,7 @@ class Request:
     live_groups: tuple[ParamGroup, ...] = ()
     live_fsdp: FsdpVersion | None = None
     live_arguments: Mapping[str, int] = field(default_factory=dict)
+    live_batch: LiveBatch | None = None
     tag: str | None = None
     program: str | None = None
     own: Any = None

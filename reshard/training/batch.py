@@ -1,16 +1,23 @@
 """Keep the global batch at another number of ranks: micro batch x accumulation x ranks.
 
-The positions in the data that each rank saved fit no other number of ranks.
+No file sets all three. DeepSpeed and HF Trainer take them from the program's configuration and
+arguments (transformers before 5.2 takes the micro batch from ``trainer_state.json``), so the notes
+state what to pass. The positions in the data that each rank saved fit no other number of ranks.
 """
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any, NamedTuple
 
+from reshard.containers import torch_reader
+from reshard.containers.pickles.values import Call
+from reshard.core.location import get_directory
 from reshard.core.manifest import Manifest
+from reshard.errors import CorruptError, UnsupportedError
 from reshard.layouts.model_parallel.sizes import parse_mesh
 from reshard.training import trainer_run
 from reshard.training.trainer_run import TrainerRun
@@ -18,58 +25,364 @@ from reshard.units import counted, either, find_nearest_divisors, some
 
 BATCH = "train_batch_size"  # of one rank, in HF Trainer's trainer_state.json
 # The file that reshard writes beside trainer_state.json at another size: the run's own number of
-# ranks and batch of a rank. The Trainer saves no accumulation, so the way back needs them.
+# ranks, batch of a rank and accumulation, if it is known. The Trainer saves the last one in
+# training_args.bin alone, which the output does not have.
 BATCH_BEFORE = "reshard_batch.json"
 WORLD = "world_size"
-# Keys of DeepSpeed's configuration; the first one is that of all ranks.
+STEPS = "gradient_accumulation_steps"  # of DeepSpeed's configuration, and of the Trainer
+# Other keys of DeepSpeed's configuration; the first one is that of all ranks.
 _TOTAL = "train_batch_size"
 _MICRO = "train_micro_batch_size_per_gpu"
-_STEPS = "gradient_accumulation_steps"
 _DATA_PARALLEL = "data_parallel_size"  # beside sequence_parallel_size, if DeepSpeed makes the mesh
+_ARGUMENTS = "training_args.bin"
+_SHARING = ("tp_size", "cp_size", "sp_size")  # of ranks that share their samples
+
+
+class Batch(NamedTuple):
+    """The batch of an update.
+
+    Args:
+        micro: samples of one rank in one forward pass.
+        steps: forward passes of an update; None if no file states their number.
+        ranks: ranks that have samples of their own.
+    """
+
+    micro: int
+    steps: int | None
+    ranks: int
+
+    @property
+    def total(self) -> int:
+        """The samples of all ranks in an update, or in one pass if their number is unknown."""
+        return self.micro * self.ranks * (self.steps or 1)
+
+
+class LiveBatch(NamedTuple):
+    """The batch of a running program.
+
+    Args:
+        reads_file: whether HF Trainer takes the micro batch from ``trainer_state.json`` instead.
+    """
+
+    batch: Batch
+    reads_file: bool = False
 
 
 class Rebalanced(NamedTuple):
-    """The run with another accumulation, and notes about it for the user."""
+    """The run with another batch of a rank, and notes about it for the user."""
 
     manifest: Manifest
     derived: list[str]
     warnings: list[str]
 
 
-def rebalance_batch(manifest: Manifest, world_size: int) -> Rebalanced:
-    """Return the run with the accumulation that keeps the global batch, and notes on it.
+class _Stated(NamedTuple):
+    """What the files of a run state about its batch.
 
-    DeepSpeed saves its configuration in the checkpoint (``ds_config``), and HF Trainer only the
-    batch of a rank (``trainer_state.json``). Our trainer derives the accumulation from the global
-    batch when it resumes. For others the note states the rule.
+    Args:
+        sharing: ranks that share their samples.
+        arguments: what HF Trainer's ``training_args.bin`` has; empty for other programs.
+        warnings: files that could not be read.
     """
-    config, origin = manifest.train.config, manifest.origin
-    before = origin.world // parse_mesh(origin.mesh).model
-    run = trainer_run.read(manifest.train.trainer_state, origin.path)
-    if run is not None and (problem := _find_problem_of_our_trainer(run, world_size)):
-        return Rebalanced(manifest, [], [problem])
+
+    batch: Batch
+    sharing: int
+    arguments: Mapping[str, Any]
+    warnings: list[str]
+
+
+def rebalance_batch(
+    manifest: Manifest, world_size: int, live: LiveBatch | None = None
+) -> Rebalanced:
+    """Return the run with the micro batch that keeps the global batch, and notes on it.
+
+    The accumulation stays if it can, because the Trainer takes it from its arguments alone. Our
+    trainer derives the accumulation from the global batch when it resumes. For runs that do not
+    state their batch, the note states the rule.
+
+    Args:
+        world_size: the new number of data-parallel ranks.
+        live: the batch of the running program that loads the output.
+    """
+    before = manifest.origin.world // parse_mesh(manifest.origin.mesh).model
+    run = trainer_run.read(manifest.train.trainer_state, manifest.origin.path)
     same = Rebalanced(manifest, [], [])
-    if before == world_size:
-        return same
-    has_batch = isinstance(config, dict) and _states_batch(config)
     if run is not None:
-        return _rebalance_our_trainer(manifest, run, world_size) if has_batch else same
-    if has_batch:
-        return _rebalance_sequences(manifest, config, before, world_size)
-    progress = manifest.train.trainer_state
-    if progress is not None and _is_count(progress.get(BATCH)):
-        return _rebalance_hf_trainer(manifest, progress[BATCH], before, world_size)
-    is_stated = origin.world == 1 or any(axis != "world" for axis in origin.mesh)
-    return Rebalanced(manifest, [_describe_rule(before, world_size, is_stated=is_stated)], [])
-
-
-def _states_batch(config: dict[str, Any]) -> bool:
-    """Return whether a DeepSpeed configuration has numbers, where a user's may have "auto"."""
-    return _is_count(config.get(_MICRO)) and _is_count(config.get(_STEPS, 1))
+        if problem := _find_problem_of_our_trainer(run, world_size):
+            return Rebalanced(manifest, [], [problem])
+        has_batch = _find_config_batch(manifest.train.config, before) is not None
+        is_changed = before != world_size and has_batch
+        return _rebalance_our_trainer(manifest, run, world_size) if is_changed else same
+    stated = _find_batch(manifest, before)
+    if stated is not None:
+        before = stated.batch.ranks * stated.sharing
+    if before == world_size and (stated is None or live is None):
+        return same
+    if stated is None:
+        origin = manifest.origin
+        is_stated = origin.world == 1 or any(axis != "world" for axis in origin.mesh)
+        return Rebalanced(manifest, [_describe_rule(before, world_size, is_stated=is_stated)], [])
+    if stated.arguments.get("split_batches"):
+        return _describe_split_batches(manifest, stated.batch.micro, world_size)
+    if live is not None:
+        found = _follow_live(manifest, stated.batch, live)
+    elif world_size % stated.sharing:
+        found = Rebalanced(manifest, [], [_describe_sharing(stated, world_size)])
+    else:
+        found = _rebalance(manifest, stated, world_size // stated.sharing)
+    return found._replace(warnings=[*stated.warnings, *found.warnings])
 
 
 def _is_count(value: Any) -> bool:
     return type(value) is int and value > 0
+
+
+def _is_hf_trainers(manifest: Manifest) -> bool:
+    progress = manifest.train.trainer_state
+    is_ours = trainer_run.is_document(progress)
+    return progress is not None and not is_ours and _is_count(progress.get(BATCH))
+
+
+# What the files state
+
+
+def _find_batch(manifest: Manifest, ranks: int) -> _Stated | None:
+    """Return the batch of a run, from HF Trainer's files or DeepSpeed's configuration."""
+    stated = _find_config_batch(manifest.train.config, ranks)
+    if not _is_hf_trainers(manifest):
+        return None if stated is None else _Stated(*stated, {}, [])
+    arguments, warnings = _read_arguments(manifest)
+    own = manifest.train.opaque.get(BATCH_BEFORE, {})
+    micro = (manifest.train.trainer_state or {})[BATCH]
+    if stated is not None:
+        (_, steps, ranks), sharing = stated
+    else:
+        # Files of DDP do not always state their number of ranks.
+        ranks = arguments.get("num_processes", ranks)
+        sharing = arguments.get("sharing", 1)
+        sharing = 1 if ranks % sharing else sharing
+        ranks, steps = ranks // sharing, None
+    if STEPS in arguments:
+        steps = arguments[STEPS]
+    elif steps is None and STEPS in own:
+        steps = own[BATCH] * own[WORLD] * own[STEPS] // (micro * ranks) or None
+    return _Stated(Batch(micro, steps, ranks), sharing, arguments, warnings)
+
+
+def _find_config_batch(config: Any, ranks: int) -> tuple[Batch, int] | None:
+    """Return the batch in DeepSpeed's configuration, and how many ranks share each sequence.
+
+    What is not stated is derived as DeepSpeed derives it (0.19.8 ``runtime/config.py``,
+    ``_set_batch_related_parameters``). Sequence-parallel ranks (Ulysses) share their sequences.
+    ZeRO partitions the optimizer over them too, but the global batch does not count them.
+
+    >>> _find_config_batch({_TOTAL: 8, _MICRO: 2, STEPS: 2}, 4)
+    (Batch(micro=2, steps=2, ranks=2), 2)
+    >>> _find_config_batch({_TOTAL: 24, _MICRO: 2}, 4)
+    (Batch(micro=2, steps=3, ranks=4), 1)
+    """
+    if not isinstance(config, dict):
+        return None
+    total, micro, steps = (config.get(name) for name in (_TOTAL, _MICRO, STEPS))
+    if any(value is not None and not _is_count(value) for value in (total, micro, steps)):
+        return None  # a user's may have "auto"
+    if total is None:
+        return (Batch(micro, steps or 1, ranks), 1) if micro else None
+    if micro is None:
+        micro, steps = total // ranks // (steps or 1), steps or 1
+    steps = steps or max(total // micro // ranks, 1) if micro else None
+    if not steps:
+        return None
+    sharing, rest = divmod(micro * steps * ranks, total)
+    if rest or ranks % sharing:
+        sharing = 1
+    return Batch(micro, steps, ranks // sharing), sharing
+
+
+def _read_arguments(manifest: Manifest) -> tuple[dict[str, Any], list[str]]:
+    """Return the batch arguments that HF Trainer saved beside its state, and warnings.
+
+    Source: transformers 5.24 ``trainer.py`` (``_save``); ``training_args.py``: the attributes of
+    the pickled object. Under FSDP with sharded files, the Trainer does not save it.
+    """
+    folder = get_directory(manifest.origin.path)
+    if not (folder / "trainer_state.json").is_file():  # DeepSpeed's folder is in the checkpoint's
+        folder = folder.parent
+    path = folder / _ARGUMENTS
+    if not path.is_file():
+        return {}, []
+    try:
+        root = torch_reader.read(path).root
+    except (CorruptError, UnsupportedError) as error:
+        return {}, [f"{error.where} was not read: {error.problem}"]
+    if not isinstance(root, Call):
+        return {}, []
+    split = _get_attribute(root, "accelerator_config", "split_batches")
+    sizes = [_get_attribute(root, "parallelism_config", name) for name in _SHARING]
+    known = {
+        STEPS: root.get(STEPS),
+        "num_processes": _get_attribute(root, "distributed_state", "num_processes"),
+        "steps_per_generation": root.get("steps_per_generation"),
+        "sharing": math.prod(size for size in sizes if _is_count(size)),
+    }
+    arguments: dict[str, Any] = {name: n for name, n in known.items() if _is_count(n)}
+    arguments["split_batches"] = split is True
+    arguments["auto_find_batch_size"] = root.get("auto_find_batch_size") is True
+    return arguments, []
+
+
+def _get_attribute(arguments: Call, name: str, attribute: str) -> Any:
+    """Return an attribute of one of the objects that arguments refer to; None without it."""
+    part = arguments.get(name)
+    return part.get(attribute) if isinstance(part, Call) else None
+
+
+# The batch at another number of ranks
+
+
+def choose_batch(batch: Batch, ranks: int) -> Batch | None:
+    """Return the batch with the same total on other ranks; None if there is none.
+
+    >>> choose_batch(Batch(3, 1, 2), 1), choose_batch(Batch(1, 3, 2), 3)
+    (Batch(micro=6, steps=1, ranks=1), Batch(micro=1, steps=2, ranks=3))
+    >>> choose_batch(Batch(1, 3, 2), 4)
+    """
+    micro, rest = divmod(batch.micro * batch.ranks, ranks)
+    if not rest:
+        return Batch(micro, batch.steps, ranks)
+    return _choose_smaller(batch, ranks)
+
+
+def _choose_smaller(batch: Batch, ranks: int) -> Batch | None:
+    """Return the batch with the same total and a micro batch that is not larger, or None."""
+    if batch.steps is None:
+        return None
+    micro = find_micro_batch(batch.micro, batch.total, ranks)
+    return None if micro is None else Batch(micro, batch.total // (micro * ranks), ranks)
+
+
+def find_micro_batch(most: int, total: int, ranks: int) -> int | None:
+    """Return the largest batch of a rank, up to ``most``, of which whole steps make the total."""
+    return next((n for n in range(most, 0, -1) if total % (n * ranks) == 0), None)
+
+
+def _rebalance(manifest: Manifest, stated: _Stated, ranks: int) -> Rebalanced:
+    """Return the run with the batch for other ranks in all files that state it."""
+    batch, is_trainers = stated.batch, _is_hf_trainers(manifest)
+    own = manifest.train.opaque.get(BATCH_BEFORE)
+    if own is None:
+        own = {WORLD: batch.ranks, BATCH: batch.micro}
+        own |= {} if batch.steps is None else {STEPS: batch.steps}
+    chosen = _choose_own(own, batch, ranks)
+    chosen = chosen or (choose_batch if is_trainers else _choose_smaller)(batch, ranks)
+    warnings = []
+    if chosen is None and batch.steps is None:
+        return Rebalanced(manifest, [], [_describe_rule(batch.ranks, ranks)])
+    if chosen is None:
+        # No micro batch divides the global batch: come as close to it as the accumulation can.
+        steps = max(1, round(batch.total / (batch.micro * ranks)))
+        chosen = Batch(batch.micro, steps, ranks)
+        warnings = [_describe_nearest(batch, chosen, is_trainers=is_trainers)]
+    elif is_trainers:
+        is_read = chosen.steps == batch.steps and stated.arguments.get("auto_find_batch_size")
+        warnings = [] if is_read else [_describe_arguments(stated, chosen)]
+    # At the run's own number of ranks, the record is no longer needed.
+    manifest = _record_own(manifest, None if own[WORLD] == ranks else own)
+    manifest = _with_progress(_with_config(manifest, chosen), chosen.micro)
+    changes = _describe_changes(batch, chosen, is_trainers=is_trainers)
+    if changes and is_trainers:
+        kept = ", which the Trainer reads (auto_find_batch_size)" if not warnings else ""
+        changes = f"trainer_state.json: {changes}{kept}"
+    elif changes and not warnings:
+        changes += (
+            f" keeps the global batch of {batch.total}, if the configuration of the new run has it"
+        )
+    return Rebalanced(manifest, [changes] if changes else [], warnings)
+
+
+def _describe_changes(batch: Batch, chosen: Batch, *, is_trainers: bool) -> str:
+    """Describe what changes in the file of HF Trainer, or in DeepSpeed's configuration."""
+    names = (BATCH,) if is_trainers else (_MICRO, STEPS)
+    pairs = zip(names, batch, chosen, strict=False)
+    return ", ".join(f"{name} {old} -> {now}" for name, old, now in pairs if old != now)
+
+
+def _choose_own(own: Mapping[str, int], batch: Batch, ranks: int) -> Batch | None:
+    """Return the batch that the run itself had at this number of ranks, if it fits."""
+    steps, rest = divmod(batch.total, own[BATCH] * ranks)
+    if own[WORLD] != ranks or rest or (batch.steps is None and steps != 1):
+        return None
+    return Batch(own[BATCH], batch.steps and steps, ranks)
+
+
+def _describe_arguments(stated: _Stated, chosen: Batch) -> str:
+    """Describe which arguments the Trainer needs on other ranks, and what it does without them."""
+    batch, unit = stated.batch, "" if stated.batch.steps else f" x {STEPS}"
+    reached = batch._replace(ranks=chosen.ranks).total
+    text = (
+        f"to keep the global batch of {batch.total}{unit}, pass {_name_arguments(chosen)} to the"
+        f" Trainer; with the arguments of the source it is {reached}{unit} (transformers 5.2 and"
+        f" later takes {BATCH} from trainer_state.json only with auto_find_batch_size, and TRL's"
+        " GRPO needs the arguments in any version)"
+    )
+    generation = stated.arguments.get("steps_per_generation")
+    if generation and chosen.steps != batch.steps:
+        passes = generation * batch.micro * batch.ranks // (chosen.micro * chosen.ranks)
+        text += f". If you set steps_per_generation, set it to {passes}"
+    smaller = _choose_smaller(batch, chosen.ranks)
+    if smaller is not None and smaller.micro < chosen.micro:
+        text += (
+            f". If {chosen.micro} samples of a rank do not fit into memory, pass {smaller.micro}"
+            f" and {smaller.steps}, and set {BATCH} to {smaller.micro} in trainer_state.json"
+        )
+    return text
+
+
+def _name_arguments(batch: Batch) -> str:
+    steps = f"the {STEPS} of the source" if batch.steps is None else f"{STEPS} {batch.steps}"
+    return f"per_device_train_batch_size {batch.micro} and {steps}"
+
+
+def _follow_live(manifest: Manifest, batch: Batch, running: LiveBatch) -> Rebalanced:
+    """Return the run with the batch of a rank that keeps the global batch in a running program."""
+    live, is_trainers = running.batch, _is_hf_trainers(manifest)
+    if batch.steps is None:
+        micro, wrong = live.micro, live.total % batch.total != 0
+        text = (
+            f"no file states the {STEPS} of the run: its global batch was {batch.total} x {STEPS},"
+            f" and that of the Trainer is {live.total}"
+        )
+        # With the same samples in a pass, the Trainer is assumed to accumulate as before.
+        is_told = live.micro * live.ranks != batch.micro * batch.ranks
+    else:
+        micro, rest = divmod(batch.total, live.ranks * (live.steps or 1))
+        micro = live.micro if rest else micro
+        if running.reads_file and is_trainers:
+            live = live._replace(micro=micro)
+        text = _describe_live(batch, live, is_trainers=is_trainers)
+        is_told = wrong = live.total != batch.total
+    notes = [text] if is_told else []
+    manifest = _with_progress(manifest, micro)
+    return Rebalanced(manifest, [] if wrong else notes, notes if wrong else [])
+
+
+def _describe_live(batch: Batch, live: Batch, *, is_trainers: bool) -> str:
+    """Describe a global batch of a running program that is not that of the run."""
+    chosen = choose_batch(batch, live.ranks)
+    text = f"the global batch of the run was {batch.total}, and is {live.total} in this program"
+    if chosen is None:
+        return f"{text}; {describe_misfit(batch.total, 1, live.ranks)}"
+    if is_trainers:
+        return f"{text}: pass {_name_arguments(chosen)} to keep it"
+    return f"{text}: set {_MICRO} {chosen.micro} and {STEPS} {chosen.steps} to keep it"
+
+
+def _describe_nearest(batch: Batch, chosen: Batch, *, is_trainers: bool) -> str:
+    """Describe a global batch that the new ranks do not divide, and the nearest one."""
+    misfit = describe_misfit(batch.total, 1 if is_trainers else batch.micro, chosen.ranks)
+    if is_trainers:
+        return f"{misfit}; with {_name_arguments(chosen)} it is {chosen.total}"
+    return f"{misfit}; the configuration written has a global batch of {chosen.total}"
 
 
 def describe_misfit(total: int, micro: int, ranks: int) -> str:
@@ -114,6 +427,27 @@ def _describe_rule(before: int, ranks: int, *, is_stated: bool = True) -> str:
     )
 
 
+def _describe_sharing(stated: _Stated, world_size: int) -> str:
+    """Describe ranks that cannot share samples as those of the run did."""
+    size = stated.sharing
+    return (
+        f"{size} ranks of the run share each sequence (a global batch of {stated.batch.total} on"
+        f" {counted(stated.batch.ranks * size, 'rank')}), and {counted(world_size, 'rank')} cannot"
+        f" be divided by {size}; set the batch and the sequence parallelism"
+    )
+
+
+def _describe_split_batches(manifest: Manifest, total: int, ranks: int) -> Rebalanced:
+    """Return the run as it is: Accelerate's ``split_batches`` divides each batch over the ranks."""
+    if total % ranks == 0:
+        return Rebalanced(manifest, [], [])
+    misfit = describe_misfit(total, 1, ranks)
+    return Rebalanced(manifest, [], [f"{misfit} (accelerator_config: split_batches)"])
+
+
+# Our trainer
+
+
 def _find_problem_of_our_trainer(run: TrainerRun, ranks: int) -> str:
     """Return why the trainer would refuse to resume on so many data-parallel ranks, else "".
 
@@ -129,110 +463,14 @@ def _rebalance_our_trainer(manifest: Manifest, run: TrainerRun, world_size: int)
     """Return the run with DeepSpeed's configuration as the trainer itself would write it."""
     total, micro = (run.settings[name] for name in ("global_batch", "micro_batch"))
     config = manifest.train.config
-    before, steps = config.get(_STEPS, 1), -(-total // (max(1, micro) * world_size))
-    changed = {**config, _MICRO: micro, _STEPS: steps, _TOTAL: total}
-    note = f"{_STEPS} {before} -> {steps}: the global batch stays {total}"
+    before, steps = config.get(STEPS, 1), -(-total // (max(1, micro) * world_size))
+    changed = {**config, _MICRO: micro, STEPS: steps, _TOTAL: total}
+    note = f"{STEPS} {before} -> {steps}: the global batch stays {total}"
     train = replace(manifest.train, config=changed)
     return Rebalanced(replace(manifest, train=train), [note] if steps != before else [], [])
 
 
-def _rebalance_sequences(
-    manifest: Manifest, config: dict[str, Any], before: int, world_size: int
-) -> Rebalanced:
-    """Return the run with DeepSpeed's configuration for the ranks that have sequences of their own.
-
-    Sequence-parallel ranks (Ulysses) share their sequences. ZeRO partitions the optimizer over them
-    too, but the global batch does not count them (DeepSpeed 0.19.8, runtime/config.py: world_size).
-    """
-    size = _find_sequence_parallel_size(config, before)
-    if world_size % size:
-        warning = (
-            f"ds_config: {_TOTAL} {config[_TOTAL]} of {counted(before, 'rank')} means that {size}"
-            f" ranks share each sequence, and {counted(world_size, 'rank')} cannot be divided by"
-            f" {size}; set the batch and the sequence parallelism"
-        )
-        return Rebalanced(manifest, [], [warning])
-    return _rebalance_deepspeed(manifest, config, before // size, world_size // size)
-
-
-def _find_sequence_parallel_size(config: dict[str, Any], ranks: int) -> int:
-    """Return how many ranks share a sequence, from the global batch that the configuration states.
-
-    >>> _find_sequence_parallel_size({_TOTAL: 8, _MICRO: 2, _STEPS: 2}, 4)
-    2
-    """
-    total = config.get(_TOTAL)
-    if type(total) is not int or total < 1:
-        return 1
-    size, rest = divmod(config[_MICRO] * config.get(_STEPS, 1) * ranks, total)
-    return 1 if rest or size < 1 or ranks % size else size
-
-
-def _rebalance_deepspeed(
-    manifest: Manifest, config: dict[str, Any], before: int, world_size: int
-) -> Rebalanced:
-    """Return the run with another micro batch and accumulation in DeepSpeed's configuration."""
-    micro, steps = config[_MICRO], config.get(_STEPS, 1)
-    total = micro * steps * before
-    chosen = _choose_own_micro_batch(manifest, total, world_size)
-    chosen = chosen or find_micro_batch(micro, total, world_size)
-    warnings = []
-    if chosen is None:
-        # No micro batch divides the global batch: come as close to it as the accumulation can.
-        new = max(1, round(total / (micro * world_size)))
-        reached, chosen = micro * world_size * new, micro
-        written = f"the configuration written has a global batch of {reached}"
-        warnings = [f"{describe_misfit(total, micro, world_size)}; {written}"]
-    else:
-        new, reached = total // (chosen * world_size), total
-    changed = {**config, _MICRO: chosen, _STEPS: new, _TOTAL: reached}
-    if _DATA_PARALLEL in config:
-        changed[_DATA_PARALLEL] = world_size
-    pairs = ((_MICRO, micro, chosen), (_STEPS, steps, new))
-    changes = ", ".join(f"{name} {old} -> {now}" for name, old, now in pairs if old != now)
-    ending = "" if warnings else f": the global batch stays {total}"
-    own = manifest.train.opaque.get(BATCH_BEFORE, {WORLD: before, BATCH: micro})
-    # At the run's own number of ranks, the record is no longer needed.
-    manifest = _record_own(manifest, None if own[WORLD] == world_size else own)
-    train = replace(manifest.train, config=changed)
-    manifest = _with_progress(replace(manifest, train=train), chosen)
-    return Rebalanced(manifest, [f"{changes}{ending}"] if changes else [], warnings)
-
-
-def _choose_own_micro_batch(manifest: Manifest, total: int, world_size: int) -> int | None:
-    """Return the batch that the run itself had at this number of ranks, if it fits; else None."""
-    own = manifest.train.opaque.get(BATCH_BEFORE)
-    if own is None or own[WORLD] != world_size or total % (own[BATCH] * world_size):
-        return None
-    batch: int = own[BATCH]
-    return batch
-
-
-def _rebalance_hf_trainer(
-    manifest: Manifest, micro: int, before: int, world_size: int
-) -> Rebalanced:
-    """Return the run with another batch of a rank, and a note on its accumulation.
-
-    The accumulation is an argument of the program, so it can only be described.
-    """
-    own = manifest.train.opaque.get(BATCH_BEFORE, {WORLD: before, BATCH: micro})
-    if own[WORLD] == world_size:
-        text = f"{BATCH} {micro} -> {own[BATCH]}, which the run had at {world_size} ranks"
-        return Rebalanced(_record_own(_with_progress(manifest, own[BATCH]), None), [text], [])
-    manifest = _record_own(manifest, own)
-    smaller = find_micro_batch(micro, micro * before, world_size)
-    if smaller is None:
-        return Rebalanced(manifest, [_describe_rule(before, world_size)], [])
-    factor = micro * before // (smaller * world_size)
-    changes = [f"per_device_train_batch_size {micro} -> {smaller}"] if smaller < micro else []
-    changes += [f"multiply {_STEPS} by {factor}"] if factor > 1 else []
-    derived = [", ".join(changes) + ": the global batch stays"]
-    return Rebalanced(_with_progress(manifest, smaller), derived, [])
-
-
-def find_micro_batch(most: int, total: int, ranks: int) -> int | None:
-    """Return the largest batch of a rank, up to ``most``, of which whole steps make the total."""
-    return next((n for n in range(most, 0, -1) if total % (n * ranks) == 0), None)
+# Changes of the files
 
 
 def _record_own(manifest: Manifest, own: Any) -> Manifest:
@@ -241,18 +479,28 @@ def _record_own(manifest: Manifest, own: Any) -> Manifest:
     Only HF Trainer's directory has a place for the record.
     """
     opaque = {key: value for key, value in manifest.train.opaque.items() if key != BATCH_BEFORE}
-    progress = manifest.train.trainer_state
-    if own and progress is not None and not trainer_run.is_document(progress):
+    if own and _is_hf_trainers(manifest):
         opaque[BATCH_BEFORE] = own
     return replace(manifest, train=replace(manifest.train, opaque=opaque))
+
+
+def _with_config(manifest: Manifest, batch: Batch) -> Manifest:
+    """Return the run with another batch in DeepSpeed's configuration, if it states one."""
+    config = manifest.train.config
+    if _find_config_batch(config, batch.ranks) is None:
+        return manifest
+    changed = {**config, _MICRO: batch.micro, STEPS: batch.steps, _TOTAL: batch.total}
+    if _DATA_PARALLEL in config:
+        changed[_DATA_PARALLEL] = batch.ranks
+    return replace(manifest, train=replace(manifest.train, config=changed))
 
 
 def _with_progress(manifest: Manifest, micro: int) -> Manifest:
     """Return the run with another batch of a rank in HF Trainer's state, if there is one."""
     train = manifest.train
-    if train.trainer_state is None or trainer_run.is_document(train.trainer_state):
+    if not _is_hf_trainers(manifest):
         return manifest
-    changed = {**train.trainer_state, BATCH: micro}
+    changed = {**(train.trainer_state or {}), BATCH: micro}
     return replace(manifest, train=replace(train, trainer_state=changed))
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import random
+import re
 import shutil
 
 import numpy as np
@@ -187,13 +188,87 @@ def test_the_report_states_what_happened_to_random_states(written):
 
 
 def test_the_batch_of_a_rank_is_adjusted(written):
-    for name, batch, said in (("ddp at 1", 2, "steps by 2"), ("fsdp2 at 4", 1, "2 -> 1")):
+    for name, batch, said in (("ddp at 1", 4, "2 -> 4"), ("fsdp2 at 4", 1, "2 -> 1")):
         report, place = written[name]
         assert json.loads((place / "trainer_state.json").read_text())["train_batch_size"] == batch
         assert any(said in text for text in report.derived), report.derived
     state = json.loads((written["fsdp2 at 4"][1] / "trainer_state.json").read_text())
     assert state["global_step"] == 3
     assert len(state["log_history"]) == 3
+
+
+# The global batch
+
+BATCHES = {  # name -> how it trains, micro batch, accumulation, ranks before and after
+    "ddp 2 to 1": ("ddp", 3, 1, 2, 1),
+    "ddp 2 to 3": ("ddp", 3, 1, 2, 3),
+    "ddp 4 to 2": ("ddp", 1, 3, 4, 2),
+    "ddp 2 to 3 with other accumulation": ("ddp", 1, 3, 2, 3),
+    "fsdp2 4 to 2": ("fsdp2", 3, 1, 4, 2),  # whose files do not state the accumulation
+    "deepspeed 2 to 1": ("deepspeed", 3, 2, 2, 1),
+}
+PRINTED, OLD, FILE = "printed", "old", "old, from the file"
+
+
+def arguments(micro, steps, **others):
+    return {
+        "per_device_train_batch_size": micro,
+        "gradient_accumulation_steps": steps,
+        **others,
+    }
+
+
+@pytest.fixture(scope="module")
+def batches(tmp_path_factory):
+    """Return name -> the unbroken run, and what each continuation saw, and was told."""
+    place = tmp_path_factory.mktemp("batches")
+    jobs = {}
+    for name, (run, micro, steps, before, _) in BATCHES.items():
+        kind = {**RUNS[run], "family": "exact", "global_batch": micro * steps * before}
+        jobs[name] = before, {**kind, "arguments": arguments(micro, steps)}
+    unbroken = JUDGE.run(place, jobs)
+    later, told = {}, {}
+    for name, (_, micro, steps, _, after) in BATCHES.items():
+        source, out = place / name / "run/checkpoint-3", place / f"{name} written"
+        how = {"state_dict_type": "sharded"} if "fsdp2" in name else {}
+        told[name] = reshard.split(source, out, world_size=after, to="hf-trainer", **how)
+        (advice,) = [each for each in told[name].warnings if "keep the global batch" in each]
+        pairs = re.search(r"per_device_train_batch_size (\d+) and (.*?) to the", advice)
+        printed = int(pairs[1]), int((re.findall(r"\d+$", pairs[2]) or [steps])[0])
+        file = json.loads((out / "checkpoint-3/trainer_state.json").read_text())
+        assert file["train_batch_size"] == printed[0]
+        kind = {**jobs[name][1], "resume": out / "checkpoint-3"}
+        live = {**kind, "resume": source, "live": {}}
+        ways = {PRINTED: arguments(*printed), OLD: arguments(micro, steps)}
+        for way, chosen in ways.items():
+            later[name, way] = after, {**kind, "arguments": chosen}
+            if "ddp 2 to 3" not in name:
+                later[name, f"live, {way}"] = after, {**live, "arguments": chosen}
+        if printed[1] == steps and "ddp" in name:
+            chosen = arguments(micro, steps, auto_find_batch_size=True)
+            later[name, FILE] = after, {**kind, "arguments": chosen}
+            later[name, f"live, {FILE}"] = after, {**live, "arguments": chosen}
+    named = {" ".join(key): job for key, job in later.items()}
+    found = JUDGE.run(place / "later", named)
+    return unbroken, dict(zip(later, (found[" ".join(key)] for key in later), strict=True)), told
+
+
+@pytest.mark.parametrize("name", BATCHES)
+def test_the_arguments_of_the_report_keep_samples_and_losses(name, batches):
+    """The old arguments do not, unless the Trainer takes the batch from the file."""
+    unbroken, continued, _ = batches
+    wanted = unbroken[name]
+    assert isinstance(wanted, dict), wanted
+    for (run, way), seen in continued.items():
+        if run != name:
+            continue
+        assert isinstance(seen, dict), (way, seen)
+        is_kept = OLD not in way or FILE in way
+        assert (seen["samples"] == wanted["samples"]) == is_kept, way
+        if is_kept:
+            assert seen["losses"] == pytest.approx(wanted["losses"], rel=1e-6), way
+        is_told = any("global batch" in each for each in seen["warnings"])
+        assert is_told == ("live" in way and not is_kept), way
 
 
 def test_the_report_says_which_optimizer_deepspeed_may_not_make(written):

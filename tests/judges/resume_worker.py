@@ -1,6 +1,6 @@
 """The worker of real Trainers that start, save and resume: new ranks for every job.
 
-Each has dropout, so that its next losses tell whether the random states were resumed too.
+Each but ``exact`` has dropout, so that its next losses tell whether the random states were resumed.
 """
 
 from __future__ import annotations
@@ -65,6 +65,8 @@ class Tell(TrainerCallback):
         self.family = family
         self.trainer: Trainer | None = None
         self.held: dict[str, Any] = {}
+        self.samples: list[list[list[int]]] = []
+        self._rows: list[list[int]] = []
 
     def on_train_begin(self, _args: Any, state: Any, _control: Any, **_rest: Any) -> None:
         """Record the state after a resume."""
@@ -79,7 +81,27 @@ class Tell(TrainerCallback):
     def on_step_end(self, _args: Any, state: Any, control: Any, **_rest: Any) -> Any:
         """Keep the Trainer from saving at the end of the run, too."""
         control.should_save = state.global_step == SAVED
+        self.samples.append(self._rows)
+        self._rows = []
         return control
+
+    def gather_samples(self, world: int) -> list[list[list[int]]]:
+        """Return the samples of all ranks in each step of this run."""
+        of_ranks: list[Any] = [self.samples]
+        if world > 1:
+            of_ranks = [None] * world
+            torch.distributed.all_gather_object(of_ranks, self.samples)
+        return [
+            sorted(row for rows in step for row in rows) for step in zip(*of_ranks, strict=True)
+        ]
+
+    def watch(self, trainer: Trainer) -> None:
+        """Record the samples that a Trainer's model is given."""
+        self.trainer = trainer
+        trainer.model.register_forward_pre_hook(
+            lambda _model, _args, given: self._rows.extend(given["input_ids"].tolist()),
+            with_kwargs=True,
+        )
 
     def _look(self) -> None:
         trainer = self.trainer
@@ -191,6 +213,7 @@ def frozen_mamba() -> PreTrainedModel:
 
 
 FAMILIES = {
+    "exact": lambda: LlamaForCausalLM(llama_config(VOCABULARY)),
     "frozen mamba": frozen_mamba,
     "llama": _llama,
     "lora": _lora,
@@ -201,13 +224,7 @@ FAMILIES = {
     "mixtral": _mixtral,
     "qwen3_moe": _qwen3_moe,
 }
-LAYERS = {
-    "llama": "LlamaDecoderLayer",
-    "lora": "LlamaDecoderLayer",
-    "lora and embeddings": "LlamaDecoderLayer",
-    "mixtral": "MixtralDecoderLayer",
-    "qwen3_moe": "Qwen3MoeDecoderLayer",
-}
+LAYERS = {"mixtral": "MixtralDecoderLayer", "qwen3_moe": "Qwen3MoeDecoderLayer"}
 
 
 def settings(job: ranks.Job) -> dict[str, Any]:
@@ -234,7 +251,9 @@ def settings(job: ranks.Job) -> dict[str, Any]:
                 "sync_module_states": False,
                 "state_dict_type": job.told["type"],
                 "auto_wrap_policy": "TRANSFORMER_BASED_WRAP",
-                "transformer_layer_cls_to_wrap": [LAYERS[job.told.get("family", "llama")]],
+                "transformer_layer_cls_to_wrap": [
+                    LAYERS.get(job.told.get("family", "llama"), "LlamaDecoderLayer")
+                ],
             },
             "accelerator_config": {"use_configured_state": True},
         }
@@ -258,16 +277,17 @@ def work(job: ranks.Job, rank: int) -> None:
         learning_rate=1e-2,
         weight_decay=0.1,
         warmup_steps=2,
-        per_device_train_batch_size=BATCH // job.world,
         optim=job.told.get("optim", "adamw_torch"),
+        **{"per_device_train_batch_size": BATCH // job.world, **job.told.get("arguments", {})},
         **settings(job),
     )
     chance = torch.Generator().manual_seed(11)
-    rows = torch.randint(0, VOCABULARY, (STEPS * BATCH, SEQUENCE), generator=chance)
+    count = STEPS * job.told.get("global_batch", BATCH)
+    rows = torch.randint(0, VOCABULARY, (count, SEQUENCE), generator=chance)
     family = job.told.get("family", "llama")
     tell = Tell(family)
     trainer = hf_trainer.prepared(model(family), chosen, rows, [tell])
-    tell.trainer = trainer
+    tell.watch(trainer)
     resume, live = job.told.get("resume"), job.told.get("live")
     warnings = ranks.record_warnings()
     if live is None:
@@ -277,9 +297,11 @@ def work(job: ranks.Job, rank: int) -> None:
             trainer.train(resume_from_checkpoint=checkpoint)
     entries = trainer.state.log_history
     logged = {entry["step"]: entry["loss"] for entry in entries if "loss" in entry}
+    samples = tell.gather_samples(job.world)[SAVED - STEPS :]
     if rank == 0:
         losses = [logged[step] for step in range(SAVED + 1, STEPS + 1)]
-        torch.save({**tell.held, "losses": losses, "warnings": warnings}, job.result)
+        found = {"losses": losses, "samples": samples, "warnings": warnings}
+        torch.save(tell.held | found, job.result)
 
 
 if __name__ == "__main__":

@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 
 import pytest
 
 from reshard.core.manifest import Manifest, Origin, TrainState
-from reshard.training.batch import describe_misfit, rebalance_batch
+from reshard.training.batch import (
+    BATCH_BEFORE,
+    Batch,
+    LiveBatch,
+    describe_misfit,
+    rebalance_batch,
+)
 
 
 def manifest(ranks, **train):
@@ -37,7 +44,10 @@ def test_the_advice_can_be_followed(batch, ways):
 def test_deepspeeds_configuration_keeps_the_batch_or_takes_the_nearest():
     kept = rebalance_batch(configured(2, 1, 6), 3)
     assert kept.manifest.train.config["gradient_accumulation_steps"] == 4
-    assert kept.derived == ["gradient_accumulation_steps 6 -> 4: the global batch stays 12"]
+    (said,) = kept.derived
+    assert said.startswith(
+        "gradient_accumulation_steps 6 -> 4 keeps the global batch of 12, if the"
+    )
     assert kept.warnings == []
     changed = rebalance_batch(configured(2, 1, 6), 5)
     assert changed.manifest.train.config["train_batch_size"] == 10
@@ -54,9 +64,9 @@ def test_ranks_that_share_a_sequence_count_once():
     halved = rebalance_batch(source, 2)
     assert halved.manifest.train.config["train_batch_size"] == 8
     assert halved.manifest.train.config["gradient_accumulation_steps"] == 4
-    assert halved.derived == ["gradient_accumulation_steps 2 -> 4: the global batch stays 8"]
+    assert "gradient_accumulation_steps 2 -> 4 keeps the global batch of 8" in halved.derived[0]
     (warning,) = rebalance_batch(source, 3).warnings
-    assert "2 ranks share each sequence, and 3 ranks cannot be divided by 2" in warning
+    assert "2 ranks of the run share each sequence (a global batch of 8 on 4 ranks)" in warning
 
 
 def test_the_size_of_deepspeeds_mesh_follows_the_ranks():
@@ -78,6 +88,59 @@ def test_hf_trainer_under_deepspeed_gets_its_own_batch_back():
     assert back.train.config["train_micro_batch_size_per_gpu"] == 6
     assert back.train.config["gradient_accumulation_steps"] == 1
     assert back.train.opaque == {}
+
+
+def trained(ranks, micro, steps=None, **train):
+    """Describe a run of HF Trainer, whose accumulation a record may state."""
+    record = {"train_batch_size": micro, "world_size": ranks}
+    record |= {} if steps is None else {"gradient_accumulation_steps": steps}
+    opaque = {} if steps is None else {BATCH_BEFORE: record}
+    return manifest(ranks, trainer_state={"train_batch_size": micro}, opaque=opaque, **train)
+
+
+@pytest.mark.parametrize(
+    ("batch", "after", "file", "said"),
+    [
+        ((2, 3, 1), 1, 6, "_size 6 and gradient_accumulation_steps 1 to the Trainer; .* is 3 "),
+        ((2, 3, 1), 3, 2, "_size 2 and gradient_accumulation_steps 1 to the Trainer; .* is 9 "),
+        ((4, 1, 3), 2, 2, "_size 2 and gradient_accumulation_steps 3 .* pass 1 and 6, and set"),
+        ((2, 1, 3), 3, 1, "_size 1 and gradient_accumulation_steps 2 to the Trainer; .* is 9 "),
+        ((2, 3, None), 1, 6, "_size 6 and the gradient_accumulation_steps of the source to"),
+        (
+            (2, 3, 1),
+            4,
+            3,
+            "6 is not divisible by 4 ranks x micro batch 1; use 4 or 8, or .* it is 12",
+        ),
+        ((2, 3, None), 4, 3, "the data-parallel size changes from 2 to 4"),
+    ],
+)
+def test_hf_trainer_is_told_its_arguments(batch, after, file, said):
+    found = rebalance_batch(trained(*batch), after)
+    assert found.manifest.train.trainer_state["train_batch_size"] == file
+    (warning,) = found.warnings
+    assert re.search(said, warning), warning
+
+
+@pytest.mark.parametrize(
+    ("batch", "live", "reads_file", "file", "said"),
+    [
+        ((2, 3, 1), (3, 1, 1), False, 6, "was 6, and is 3 .*_size 6 and gradient_acc.*steps 1 to"),
+        ((2, 3, 1), (3, 1, 1), True, 6, None),
+        ((2, 3, 1), (3, 2, 1), False, 3, None),
+        ((2, 3, 1), (1, 1, 4), False, 1, "was 6, and is 4 .* not divisible by 4 ranks"),
+        ((2, 3, None), (3, 1, 1), False, 3, "was 6 x .*, and that of the Trainer is 3"),
+        ((2, 3, None), (6, 1, 1), False, 6, None),
+        ((2, 3, 1), (3, 1, 2), False, 3, None),
+    ],
+)
+def test_a_running_trainer_is_compared_with_the_run(batch, live, reads_file, file, said):
+    running = LiveBatch(Batch(*live), reads_file=reads_file)
+    found = rebalance_batch(trained(*batch), live[2], running)
+    assert found.manifest.train.trainer_state["train_batch_size"] == file
+    assert bool(found.warnings) == bool(said)
+    if said:
+        assert re.search(said, found.warnings[0]), found
 
 
 @pytest.mark.parametrize(("before", "after"), [(4, 2), (2, 4), (3, 5), (3, 2)])

@@ -107,6 +107,7 @@ def _open(
             live_groups=target.groups,
             live_fsdp=target.fsdp,
             live_arguments=target.arguments,
+            live_batch=target.batch,
         )
     _check_destination(report_as, writer)
     conversion = StateConversion(

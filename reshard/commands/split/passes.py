@@ -181,10 +181,11 @@ def keep_run(conversion: StateConversion) -> StateConversion:
 
 
 def rebalance_batch(conversion: StateConversion) -> StateConversion:
-    """Return the conversion with the accumulation steps that keep the global batch."""
-    if conversion.manifest.origin.weights_only:
+    """Return the conversion with the micro batch and accumulation that keep the global batch."""
+    manifest, request = conversion.manifest, conversion.request
+    if manifest.origin.weights_only:
         return conversion
-    batch = batches.rebalance_batch(conversion.manifest, conversion.request.data_parallel)
+    batch = batches.rebalance_batch(manifest, request.data_parallel, request.live_batch)
     conversion.notes.derived += batch.derived
     conversion.notes.warnings += batch.warnings
     return conversion.with_manifest(batch.manifest)
