@@ -66,20 +66,20 @@ class ReshardError(Exception):
     def lines(self) -> list[str]:
         """The message line by line; text from a file may contain further line breaks."""
         shown = [
-            f"{_shortened(self.where)}: {_shortened(self.problem)}",
+            f"{cut_middle(self.where)}: {cut_middle(self.problem)}",
             *(f"  {line}" for line in self.output),
         ]
-        return [*shown, f"  -> {_shortened(self.remedy)}"] if self.remedy else shown
+        return [*shown, f"  -> {cut_middle(self.remedy)}"] if self.remedy else shown
 
     def __str__(self) -> str:
         return "\n".join(self.lines)
 
 
-def _shortened(text: str) -> str:
+def cut_middle(text: str, most: int = _MOST_SHOWN) -> str:
     """Return a text without its middle if it is long: a file may have a name of a megabyte."""
-    if len(text) <= _MOST_SHOWN:
+    if len(text) <= most:
         return text
-    half = _MOST_SHOWN // 2
+    half = most // 2
     return f"{text[:half]} [{len(text) - 2 * half} more characters] {text[-half:]}"
 
 

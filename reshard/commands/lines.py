@@ -2,24 +2,34 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Sequence
 
 from reshard import units
+from reshard.errors import cut_middle
 
+_LONGEST_LINE, _LONGEST_WORD = 8000, 1000  # characters
+_LONG_WORD = re.compile(rf"\S{{{_LONGEST_WORD + 1},}}")
 LISTED = 8  # items of a list that a report shows; --json has all of them
 _LABEL = 11  # characters of the first column
 _WIDEST = 24  # characters of the first column at most, if labels are longer
 
 
 def make_printable(text: str) -> str:
-    r"""Return a line with escapes for all characters that are not printable.
+    r"""Return a line with escapes for all characters that are not printable, and of limited length.
 
     Names come from files and may contain line breaks, terminal escape sequences, changes of the
-    writing direction, and lone surrogates (for bytes of a file name that are not UTF-8).
+    writing direction, and lone surrogates (for bytes of a file name that are not UTF-8). A long
+    word or line loses its middle.
 
     >>> make_printable("w\x1b[31m")
     'w\\x1b[31m'
+    >>> make_printable("w" * 10**5).replace("w" * 500, "...")
+    '... [99000 more characters] ...'
     """
+    if len(text) > _LONGEST_WORD:
+        words = _LONG_WORD.sub(lambda match: cut_middle(match[0], _LONGEST_WORD), text)
+        text = cut_middle(words, _LONGEST_LINE)
     if text.isprintable():
         return text
     return "".join(

@@ -6,8 +6,11 @@ import json
 from pathlib import Path
 from typing import Any
 
+from reshard.core.counts import check_config
 from reshard.errors import ALTERED, DAMAGED, CorruptError
 from reshard.system.files import read_small_file
+
+_OF_MODELS = {"model_type", "architectures", "num_hidden_layers"}  # keys of models' configs only
 
 
 def read_json(path: Path) -> Any:
@@ -23,14 +26,17 @@ def read_json(path: Path) -> Any:
 
 
 def read_json_object(path: Path) -> dict[str, Any]:
-    """Read a JSON file that contains an object.
+    """Read a JSON file that contains an object; if it is a model's config, check its sizes.
 
     Raises:
-        CorruptError: the file is not JSON, or its value is not an object.
+        CorruptError: the file is not JSON, its value is not an object, or it states a size that no
+            model has.
     """
     config = read_json(path)
     if not isinstance(config, dict):
         raise CorruptError(path, "is not a JSON object", ALTERED)
+    if not _OF_MODELS.isdisjoint(config):
+        check_config(path, config)
     return config
 
 

@@ -200,7 +200,9 @@ def _renew(kept: _Kept, path: str, stamp: Stamp | None, place: Mapping[str, Any]
     """Return the content of a known pickle with the storages, stamp and place of another file."""
     content = kept.content
     own = {
-        id(each): StoredBuffer(path, each.key, each.dtype, each.nbytes, views=each.views)
+        id(each): StoredBuffer(
+            path, each.key, each.dtype, each.nbytes, views=each.views, viewed=each.viewed
+        )
         for each in content.storages
     }
     value = content.value

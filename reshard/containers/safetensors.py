@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from reshard.core import dtypes
-from reshard.core.box import Index, whole
+from reshard.core.box import MAX_DIMS, Index, whole
 from reshard.core.chunks import Chunk, contiguous
 from reshard.core.dtypes import DType
 from reshard.core.manifest import Entry, SourceFile
@@ -25,7 +25,6 @@ from reshard.system.files import Section, SourceFiles, get_size, refuse_lfs_poin
 
 SUFFIX = ".safetensors"
 _MAX_HEADER = 100_000_000  # bytes; the format's own limit
-_MAX_DIMS = 64  # torch's own limit
 _RANK = {dtype: index for index, dtype in enumerate(dtypes.ALL)}
 
 
@@ -120,11 +119,15 @@ def _parse_chunk(path: str, name: str, data_start: int, value: Any) -> Chunk:
         start, stop = value["data_offsets"]
         numbers = (*shape, start, stop)
         # `isinstance` would accept JSON's true and false.
-        sane = len(shape) <= _MAX_DIMS and all(type(n) is int and 0 <= n < 1 << 63 for n in numbers)
+        sane = all(type(n) is int and 0 <= n < 1 << 63 for n in numbers)
     except (KeyError, TypeError, ValueError) as error:
         raise CorruptError(path, f"the header's entry {name!r} is malformed", DAMAGED) from error
     if not sane or not isinstance(code, str):
         raise CorruptError(path, f"the header's entry {name!r} is malformed", DAMAGED)
+    if len(shape) > MAX_DIMS:
+        raise CorruptError(
+            path, f"{name!r} has {len(shape)} dims; expected at most {MAX_DIMS}", DAMAGED
+        )
     dtype = dtypes.BY_SAFETENSORS.get(code)
     if dtype is None:
         raise UnsupportedError(path, f"{name!r} has dtype {code!r}, which reshard does not know")

@@ -8,22 +8,26 @@ from __future__ import annotations
 
 import re
 import struct
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from math import prod
 from typing import Any
 
 from reshard.containers.pickles.values import Builder, Call, Global
 from reshard.core import dtypes, stamps
-from reshard.core.box import Index, whole
+from reshard.core.box import MAX_DIMS, Index, whole
 from reshard.core.chunks import Chunk
 from reshard.core.dtypes import DType
 from reshard.core.manifest import Claim, Record, SourceFile
 from reshard.core.stamps import Stamp
-from reshard.errors import UnsupportedError
+from reshard.errors import ALTERED, CorruptError, UnsupportedError
 from reshard.system.files import SourceFiles
 
 MAX_PICKLE = 1 << 30  # bytes; a pickle larger than this holds data, not structure
 _MAX_NUMEL = 1 << 63
+# Limits for the bytes of all tensors in a file: a multiple of its size, but not less than a number
+# of bytes. (A model can apply one block dozens of times, under as many names.)
+_MOST_REPEATED, _LEAST, _LEAST_PART = 64, 64 << 20, 1 << 20
 _TORCH_DTYPE = re.compile(r"torch\.(float|complex|q?u?int|bits)\d\w*")
 _WRAPPER = "torch._utils._rebuild_wrapper_subclass"
 _FLOAT8, _TRAINING = "torchao.float8.fsdp_utils", "torchao.prototype.quantized_training"
@@ -57,6 +61,7 @@ class StoredBuffer:
     nbytes: int
     byte_offset: int = -1
     views: int = 0  # the number of tensors that are views of it
+    viewed: int = 0  # their bytes, without regard to those that they share or repeat
 
 
 @dataclass(slots=True, eq=False)
@@ -241,12 +246,47 @@ def _build_tensor(
     shape, strides = tuple(shape), tuple(strides)
     if len(shape) != len(strides) or not all(map(_is_size, (offset, *shape, *strides))):
         raise ValueError("a tensor with an impossible shape, strides or offset")
-    storage.views += 1
+    if len(shape) > MAX_DIMS:
+        raise UnsupportedError(
+            storage.file,
+            f"contains a tensor of {len(shape)} dims; reshard reads up to {MAX_DIMS}, as torch's"
+            " own operations do",
+            "reshape the tensor, or leave it out of the state dict",
+        )
     tensor = Tensor(storage, offset, shape, strides, dtype or storage.dtype)
+    nbytes = tensor.nbytes
+    storage.views += 1
+    storage.viewed += nbytes
     last = offset + sum((n - 1) * s for n, s in zip(shape, strides, strict=True))
-    if tensor.numel and (last + 1) * tensor.dtype.itemsize > storage.nbytes:
+    if nbytes and (last + 1) * tensor.dtype.itemsize > storage.nbytes:
         raise ValueError(f"a tensor that extends beyond its storage of {storage.nbytes} bytes")
     return tensor
+
+
+def check_views(
+    path: str, storages: Iterable[StoredBuffer], nbytes: int, *, is_part: bool = False
+) -> None:
+    """Check that the tensors of a pickle are not much larger than the file that stores them.
+
+    Tied weights share a storage, and ``expand`` repeats its elements. Without a limit, a tensor of
+    a terabyte takes some hundred bytes.
+
+    Args:
+        nbytes: size of the file, or of the archive inside a larger file.
+        is_part: whether the file has further archives, each with tensors of its own.
+
+    Raises:
+        CorruptError: the tensors are larger than that.
+    """
+    viewed = sum(storage.viewed for storage in storages)
+    most = max(_MOST_REPEATED * nbytes, _LEAST_PART if is_part else _LEAST)
+    if viewed > most:
+        raise CorruptError(
+            path,
+            f"its tensors repeat their stored elements: they have {viewed:,} bytes in a file of"
+            f" {nbytes:,}, and reshard reads at most {most:,}",
+            f"if an expanded tensor in it is sound, save its clone(); else {ALTERED}",
+        )
 
 
 def _rebuild_v2(

@@ -25,6 +25,7 @@ from reshard.containers.torch_objects import (
     Storages,
     StoredBuffer,
     TorchFile,
+    check_views,
 )
 from reshard.containers.zip_reader import ZipMember, read_directory
 from reshard.core import stamps
@@ -59,7 +60,7 @@ def read(
         section = Section(files, path, 0, size)
         head = section.read(0, min(size, 16))
         if head.startswith(ZIP):
-            return read_archive(section, builders=builders, cache=cache)
+            return read_archive(section, builders=builders, cache=cache, is_part=False)
         if head.startswith(LEGACY):
             return _read_stream(path, size, files, builders or {})
     refuse_lfs_pointer(path, head)
@@ -76,10 +77,15 @@ def read_archive(
     *,
     builders: Mapping[str, Builder] | None = None,
     cache: PickleCache | None = None,
+    is_part: bool = True,
 ) -> TorchFile:
     """Read the structure of one zip archive, which may lie inside a larger file.
 
     Storages' offsets count from the start of that file.
+
+    Args:
+        builders, cache: as in `read`.
+        is_part: whether the file has further archives.
 
     Raises:
         CorruptError, UnsupportedError: as `read`.
@@ -122,6 +128,7 @@ def read_archive(
         stamp=parsed.stamp,
         is_known=parsed.is_known,
     )
+    check_views(path, parsed.storages, archive.nbytes, is_part=is_part)
     stored = [members.get(f"{root}data/{storage.key}") for storage in parsed.storages]
     # Each storage's local header is read by itself: in an object store, that is a request each.
     archive.prefetch(member.header for member in stored if member)
@@ -162,6 +169,7 @@ def _read_stream(
     """
     storages = Storages(path)
     done, end, keys = _read_structure(path, size, files, builders, storages)
+    check_views(path, storages.by_key.values(), size)
     root = done.value
     if numpy_arrays.has_arrays(done, storages.by_key.values()):
         root = numpy_arrays.convert(root, path, 0)

@@ -14,7 +14,7 @@ from typing import Any
 
 Index = tuple[int, ...]
 
-_MAX_DIMS = 64  # torch's own limit
+MAX_DIMS = 64  # torch's own limit
 _MAX_NUMEL = 1 << 63
 
 
@@ -71,9 +71,9 @@ def as_index(numbers: Iterable[Any], dims: int | None = None) -> Index:
             supports, or not ``dims`` of them.
     """
     index = tuple(numbers)
-    sane = len(index) <= _MAX_DIMS and all(type(n) is int and 0 <= n < _MAX_NUMEL for n in index)
+    sane = len(index) <= MAX_DIMS and all(type(n) is int and 0 <= n < _MAX_NUMEL for n in index)
     if not sane or prod(index) >= _MAX_NUMEL or (dims is not None and len(index) != dims):
-        numbers_shown = [n if type(n) is int else type(n).__name__ for n in index[: _MAX_DIMS + 1]]
+        numbers_shown = [n if type(n) is int else type(n).__name__ for n in index[: MAX_DIMS + 1]]
         raise ValueError(f"{numbers_shown!s:.60} is not a shape or index of a tensor")
     return index
 

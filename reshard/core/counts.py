@@ -5,6 +5,8 @@ Without an upper bound, a checkpoint of a few bytes could cause a trillion opera
 
 from __future__ import annotations
 
+import re
+from collections.abc import Mapping
 from typing import Any
 
 from reshard.errors import ALTERED, CorruptError, shown
@@ -12,6 +14,17 @@ from reshard.errors import ALTERED, CorruptError, shown
 MOST = 1 << 20  # upper bound of ranks, layers and experts
 _MOST_ELEMENTS = 1 << 63
 _MOST_DIGITS = 9  # digits of an index
+# Keys of a model's config that transformers' models cannot do without, so that 0 is impossible.
+_SIZES = frozenset(
+    "hidden_size vocab_size num_hidden_layers num_attention_heads num_key_value_heads"
+    " intermediate_size num_layers n_layer n_layers n_head n_heads n_embd d_model d_ff".split()
+)
+_MOST_LAYERS = 1 << 10  # transformers builds one in 20 ms; no published model has more than 1000
+_LIMITS = (  # of the numbers under other keys of a config, by their names
+    (re.compile(r"(^|_)layers?$"), _MOST_LAYERS),
+    (re.compile(r"(^|_)(heads?|experts)$"), 1 << 16),
+    (re.compile(r"(^|_)((hidden|intermediate|vocab|inner|ffn)_size|dims?|n_embd|d_\w+)$"), 1 << 31),
+)
 
 
 def check_count(where: object, what: str, value: Any, *, default: int | None = None) -> int:
@@ -33,6 +46,34 @@ def check_count(where: object, what: str, value: Any, *, default: int | None = N
             ALTERED,
         )
     return value
+
+
+def check_config(where: object, config: Mapping[str, Any]) -> None:
+    """Check the sizes that the config of a transformers model states, also in configs inside it.
+
+    Raises:
+        CorruptError: one is not an integer, is zero or negative, or is larger than any model's.
+    """
+    for key, value in config.items():
+        if isinstance(value, Mapping):
+            check_config(where, value)
+        elif value is None or not isinstance(key, str):
+            continue  # a class of transformers can derive a size that its config leaves out
+        elif most := next((most for name, most in _LIMITS if name.search(key)), None):
+            is_size = key in _SIZES and not isinstance(value, list)
+            numbers = value if isinstance(value, list) else [value]  # or one for each layer
+            for number in numbers:
+                if is_size and type(number) is not int:
+                    expected = "an integer"
+                elif isinstance(number, (int, float)) and not number <= most:
+                    expected = f"at most {most}"
+                elif is_size and number < 1:
+                    expected = "at least 1"
+                else:
+                    continue
+                raise CorruptError(
+                    where, f"states {shown(number)} for {key}; expected {expected}", ALTERED
+                )
 
 
 def check_numel(where: object, what: str, value: Any) -> int:

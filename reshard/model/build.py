@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import sys
 from collections.abc import Iterator, Mapping
@@ -10,7 +11,9 @@ from pathlib import Path
 from pkgutil import resolve_name
 from typing import TYPE_CHECKING, Any
 
-from reshard.errors import UsageError
+from reshard.core.counts import check_config
+from reshard.errors import ReshardError, UsageError
+from reshard.system.files import read_small_file
 from reshard.system.paths import as_path
 
 if TYPE_CHECKING:
@@ -57,6 +60,7 @@ def build_configured(config: Mapping[str, Any], source: str) -> nn.Module:
     """Build the transformers model of a config on the meta device."""
     import transformers
 
+    check_config(source, config)
     return _build_from_config(transformers.AutoConfig.for_model(**_decode_floats(config)), source)
 
 
@@ -70,7 +74,10 @@ def _build_from_file(path: Path) -> nn.Module:
             path, "contains no config.json", "pass a transformers config.json or module:factory"
         )
     try:
+        check_config(file, json.loads(read_small_file(file)))
         config = transformers.AutoConfig.from_pretrained(file, local_files_only=True, **_OPTIONS)
+    except ReshardError:
+        raise
     # Each class of config refuses values with errors of its own, so no narrower class is possible.
     except Exception as error:
         problem = f"transformers {transformers.__version__} cannot read it: {_summarize(error)}"

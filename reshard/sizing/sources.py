@@ -12,6 +12,7 @@ from typing import Any
 
 from reshard import units
 from reshard.core.box import Index
+from reshard.core.counts import check_config
 from reshard.errors import UsageError
 from reshard.sizing.families import UnknownSizesError, count_config, count_llama_block
 from reshard.sizing.model import BlockSizes, ModelSizes, Parameter, Saved
@@ -90,6 +91,7 @@ def read_config(file: Path) -> dict[str, Any]:
 
     Raises:
         UsageError: it is not a JSON object.
+        CorruptError: it states a size that no model has.
     """
     try:
         config = json.loads(file.read_text(encoding="utf-8"))
@@ -97,6 +99,7 @@ def read_config(file: Path) -> dict[str, Any]:
         raise UsageError(file, f"cannot be read as JSON: {error}") from error
     if not isinstance(config, dict):
         raise UsageError(file, "is not a JSON object", "pass a transformers config.json")
+    check_config(file, config)
     return config
 
 

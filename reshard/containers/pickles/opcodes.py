@@ -20,6 +20,7 @@ from reshard.containers.pickles.machine import (
 from reshard.containers.pickles.values import Call, Located, require_hashable
 
 HANDLERS: dict[int, Handler] = {}
+_MAX_INTEGER = 1024  # bytes; Python turns no integer of more than 4300 digits into text
 
 
 def _register(*codes: int) -> Callable[[Handler], Handler]:
@@ -56,6 +57,8 @@ HANDLERS[0x47] = lambda machine: machine.stack.append(machine.take_number(">d"))
 
 
 def _decode_long(data: bytes) -> int:
+    if len(data) > _MAX_INTEGER:
+        raise ValueError(f"an integer of {len(data)} bytes; reshard reads up to {_MAX_INTEGER}")
     return int.from_bytes(data, "little", signed=True)
 
 
