@@ -28,6 +28,7 @@ from reshard.errors import CorruptError
 from reshard.formats import placeholders, run
 from reshard.model import ModelShapes
 from reshard.model.published import Published
+from reshard.state_dict.assemble import ANOTHER
 from reshard.system.paths import as_path
 from reshard.training import optimizers
 from reshard.units import counted, some
@@ -249,11 +250,19 @@ def check_slots(manifest: Manifest) -> Check:
     its slots are a proper subset of those of another parameter.
     """
     states = _collect_states(manifest)
-    if not states:
-        return not_applicable(names.SLOTS, "the checkpoint has no optimizer state")
+    lost = _list_unassigned(manifest)
+    if not states and not lost:
+        is_stored = manifest.unnamed_optimizers or manifest.unnamed
+        reason = "the states of the optimizer are not assigned to parameters"
+        return not_applicable(
+            names.SLOTS, reason if is_stored else "the checkpoint has no optimizer state"
+        )
     shapes = manifest.weight_shapes
     slot_names = list(dict.fromkeys(kind for kinds in states.values() for kind in kinds))
-    check = Check(names.SLOTS, f"{', '.join(slot_names)} of {counted(len(states), 'parameter')}")
+    slot_text = ", ".join(slot_names) or "no slots"
+    check = Check(names.SLOTS, f"{slot_text} of {counted(len(states), 'parameter')}")
+    why = f": {manifest.unnamed.reason}" if manifest.unnamed else ""
+    check.failures += [f"optimizer {name!r} is not assigned to parameters{why}" for name in lost]
     for members in _group_by_settings(manifest, list(states)):
         slots = {fqn: _classify_slots(states[fqn], shapes.get(fqn)) for fqn in members}
         # Reversed, so that the message names the first of several parameters with the same slots.
@@ -264,6 +273,16 @@ def check_slots(manifest: Manifest) -> Check:
                 lacks = ", ".join(sorted(more[0][1] - full))
                 check.failures.append(f"{fqn} has no {lacks}, but {first[more[0]]} has")
     return check
+
+
+def _list_unassigned(manifest: Manifest) -> tuple[str, ...]:
+    """Return the optimizers of the model that have no parameters, although it has several.
+
+    A single one may need --model, and one of several may be that of another model.
+    """
+    lost = manifest.unnamed_optimizers
+    is_one_of_several = manifest.has_optimizer or len(lost) > 1
+    return lost if is_one_of_several and ANOTHER not in manifest.unread.values() else ()
 
 
 def _classify_slots(

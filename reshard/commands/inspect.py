@@ -74,6 +74,7 @@ class Inspection(Report):
             "never_updated": self.never_updated,
             "absent": list(manifest.absent),
             "optimizer": manifest.has_optimizer,
+            "unassigned_optimizers": list(manifest.unnamed_optimizers),
             "param_groups": [
                 {"hyper": dict(group.hyper), "tensors": len(group.fqns)}
                 for group in train.param_groups
@@ -214,11 +215,13 @@ class Inspection(Report):
 
 
 def _describe_optimizer(manifest: Manifest) -> str:
+    is_left_out = manifest.unnamed or manifest.train.non_tensor_state
+    lost = manifest.unnamed_optimizers
+    unassigned = f", but not assigned to parameters: {units.some(lost)}" if lost else ""
     if manifest.has_optimizer:
-        return "yes"
-    is_left_out = manifest.unnamed_optimizers or manifest.unnamed
-    if is_left_out or manifest.train.non_tensor_state:
-        return "stored, but left out"
+        return f"yes{unassigned}"
+    if lost or is_left_out:
+        return f"stored{unassigned or ', but left out'}"
     return "no"
 
 

@@ -6,7 +6,12 @@ import random
 
 import pytest
 
-from reshard.state_dict.optimizers.numbering import AmbiguousError, name_divided, name_groups
+from reshard.state_dict.optimizers.numbering import (
+    AmbiguousError,
+    name_divided,
+    name_groups,
+    name_jointly,
+)
 
 MODEL = {"embed": (9, 4), "q": (4, 4), "o": (4, 4), "norm": (4,), "head": (9, 4)}
 
@@ -107,6 +112,30 @@ def test_groups_that_muon_sorted_by_shape():
         named([muon, adam], model)
     with pytest.raises(AmbiguousError, match="not sorted by shape"):
         named([muon[::-1], adam], model, by_shape={0})
+
+
+TWO = {"a": (8, 4), "b": (8,), "c": (4, 8), "d": (8,)}
+
+
+@pytest.mark.parametrize(
+    ("groups", "names"),
+    [
+        ([[(8, 4), (8,)], [(4, 8), (8,)]], [["a", "b"], ["c", "d"]]),
+        ([[(4, 8), (8,)], [(8, 4), None]], [["c", "d"], ["a", "b"]]),
+        ([[(8,), (4, 8), (8,)], [(8, 4)]], [["b", "c", "d"], ["a"]]),
+        ([[(8, 4)], [(8,), (8,)]], [["a"], ["b", "d"]]),  # c is frozen
+        ([[(8, 4), (8,)], [(8,), (4, 8)]], [["a", "d"], ["b", "c"]]),
+        ([[(8, 4), (8,)], [(4, 8)], [(8,)]], None),  # b and d
+        ([[(8, 4), (8,)], [(4, 8)]], None),  # b or d is frozen
+        ([[(4, 8), (8, 4)], [(8,), (8,)]], [["c", "a"], ["b", "d"]]),  # by shape alone
+    ],
+)
+def test_groups_of_several_optimizers_leave_one_choice_or_none(groups, names):
+    if names is None:
+        with pytest.raises(AmbiguousError):
+            name_jointly(TWO, groups)
+    else:
+        assert name_jointly(TWO, groups) == names
 
 
 DECAYED = (("embed", "q", "o", "head"), ("norm",))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from safetensors.torch import save_file
 from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict
 
@@ -359,6 +360,69 @@ def test_one_of_two_that_nothing_names_is_not_lost(tmp_path):
         assert any("optimizers.0" in text for text in checkpoint.manifest.warnings)
     with pytest.raises(IncompleteError, match=r"an optimizer \(optimizers.0\) whose states cannot"):
         split(tmp_path / "a.pt", tmp_path / "out", SplitOptions(to="dcp"))
+    assert "yes, but not assigned to parameters: optimizers.0" in str(reshard.inspect(tmp_path))
+    report = reshard.verify(tmp_path)
+    assert [check.name for check in report.checks if check.failures] == ["slots"]
+    assert report.exit_code == 1
+
+
+def build_body_and_head():
+    """Return a model whose head has biases and weights of the shapes that its body has."""
+    torch.manual_seed(0)
+    layers = [nn.Linear(16, 8), nn.Linear(8, 16), nn.Linear(16, 8), nn.Linear(8, 8)]
+    return nn.Sequential(*layers)
+
+
+def save_in_parts(state, optimizers, path, form):
+    if form == "dcp":
+        dcp.save({"model": state, **optimizers}, checkpoint_id=path)
+    elif form == "file":
+        torch.save({"model": state, "optimizers": list(optimizers.values())}, path)
+    else:  # as Accelerate numbers them
+        path.mkdir()
+        save_file(state, path / "model.safetensors")
+        for number, saved in enumerate(optimizers.values()):
+            torch.save(saved, path / f"optimizer{f'_{number}' if number else ''}.bin")
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is")
+@pytest.mark.parametrize("form", ["file", "dcp", "accelerate"])
+@pytest.mark.parametrize("kinds", [("AdamW", "AdamW"), ("Muon", "AdamW"), ("AdamW", "SGD")])
+def test_optimizers_saved_apart_are_matched_together(tmp_path, form, kinds):
+    """The shapes of one alone fit several parameters; both together leave one choice."""
+    model = build_body_and_head()
+    named = list(model.named_parameters())
+    parts = [named[:6], named[6:]]
+    if kinds[0] == "Muon":  # takes matrices alone
+        parts = [[n for n in named if n[1].ndim == size] for size in (2, 1)]
+    options = {"SGD": {"lr": 0.1, "momentum": 0.9}}
+    made = [
+        getattr(torch.optim, kind)([p for _, p in part], **options.get(kind, {}))
+        for kind, part in zip(kinds, parts, strict=True)
+    ]
+    model(torch.randn(3, 16)).square().sum().backward()
+    for optimizer in made:
+        optimizer.step()
+    saved = {f"opt_{n}": one.state_dict() for n, one in enumerate(made)}
+    path = tmp_path / ("a.pt" if form == "file" else "a")
+    save_in_parts(model.state_dict(), saved, path, form)
+    known = {"model": f"{__name__}:build_body_and_head"} if form == "accelerate" else {}
+    with reshard.open(path, **known) as found:
+        assert not found.manifest.unnamed_optimizers
+        got = {
+            (kind, fqn): found.optimizer(kind)[fqn][...]
+            for kind, fqn in found.manifest.entries
+            if kind != "param"
+        }
+    expected = {
+        (slot, name): value
+        for optimizer, part in zip(made, parts, strict=True)
+        for name, parameter in part
+        for slot, value in optimizer.state[parameter].items()
+        if slot != "step"
+    }
+    assert got.keys() == expected.keys()
+    assert all(torch.equal(got[key], expected[key]) for key in got)
 
 
 def test_a_state_whose_names_are_no_texts_is_told_of(tmp_path):

@@ -27,10 +27,10 @@ from reshard.state_dict.optimizers.numbering import (
     UnknownShapeError,
     name_divided,
     name_groups,
+    name_jointly,
 )
 from reshard.state_dict.tree import LocalTensors, as_global, is_tensor
 from reshard.training import optimizers
-from reshard.units import some
 
 Slots = dict[str, Any]  # slot name -> leaf
 Owner = Any  # what a state belongs to: an fqn, or a unit
@@ -49,6 +49,7 @@ class KnownParameters:
         frozen: parameters that have no state.
         blocks: the blocks in which the files store each weight; its state, cut like it, must have
             the same ones. Empty: not compared.
+        are_joined: whether the param groups are those of several optimizers.
         others: files with weights of other modules of the same model, which were not read.
     """
 
@@ -63,6 +64,7 @@ class KnownParameters:
     frozen: frozenset[str] = frozenset()
     blocks: Mapping[str, frozenset[Box]] = field(default_factory=dict)
     others: Sequence[str] = ()
+    are_joined: bool = False
 
     def list_divisions(self) -> list[Sequence[Sequence[str]]]:
         """Return the known ways to divide the parameters into groups."""
@@ -279,11 +281,6 @@ def identify_layout(
             of a known shape or size, or else that of the layout of whole tensors.
     """
     order = [key for keys in members for key in keys]
-    if known.others and not stored:
-        raise MoreParametersError(
-            "it may have the parameters of other modules, whose weights were not read:"
-            f" {some(known.others)}"
-        )
     if not all(isinstance(key, int) for key in order):
         raise AmbiguousError(list(map(str, order)), "are listed among numbered ones")
     if order != sorted(order):
@@ -304,7 +301,8 @@ def identify_layout(
         try:
             if stored:
                 return layout, _check_stored_names(stored, candidates, members, signs)
-            named = name_groups(candidates, signs, ordered=known.ordered)
+            find_names = name_jointly if known.are_joined else name_groups
+            named = find_names(candidates, signs, ordered=known.ordered)
         except AmbiguousError as error:
             reasons.append(error)
             continue

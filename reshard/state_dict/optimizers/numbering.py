@@ -19,6 +19,8 @@ if TYPE_CHECKING:
 Signature = Hashable | None  # the shape or size of a parameter; None if it is unknown
 SignatureGroups = Sequence[Sequence[Signature]]
 NameGroups = list[list[str | None]]
+_Placed = tuple[int, ...]
+_MOST_STATES = 1000  # of the search for the only way to place several groups
 
 
 class AmbiguousError(Exception):
@@ -106,6 +108,62 @@ def name_groups(
         if names:
             return [[*names] if group else [] for group in groups]
     return _match_by_signature(candidates, groups, by_shape)
+
+
+def name_jointly(
+    candidates: Mapping[str, Signature], groups: SignatureGroups, *, ordered: bool = True
+) -> NameGroups:
+    """Return the fqn of each member of several optimizers that divide the parameters among them.
+
+    Each group is in the model's order, and each parameter is in at most one. So a member that fits
+    two parameters can be named if the members of another group leave only one of them.
+
+    Raises:
+        AmbiguousError: as `name_groups`.
+    """
+    try:
+        return name_groups(candidates, groups, ordered=ordered)
+    except AmbiguousError:
+        is_open = ordered and sum(map(len, groups)) <= len(candidates)
+        found = _match_interleaved(candidates, groups) if is_open else None
+        if found is None:
+            raise
+        return found
+
+
+def _match_interleaved(
+    candidates: Mapping[str, Signature], groups: SignatureGroups
+) -> NameGroups | None:
+    """Return the names if the groups fit into the model's order side by side in exactly one way."""
+    order = list(candidates.items())
+    spare = len(order) - sum(map(len, groups))
+    # A state is the number of members that each group has placed. For each parameter, keep the
+    # states that are possible after it, each with the (state before, group) pairs that lead there.
+    start = (0,) * len(groups)
+    levels: list[dict[_Placed, list[tuple[_Placed, int | None]]]] = [{start: []}]
+    for number, (_, expected) in enumerate(order):
+        reached: dict[_Placed, list[tuple[_Placed, int | None]]] = defaultdict(list)
+        for placed in levels[-1]:
+            for at, group in enumerate(groups):
+                count = placed[at]
+                if count < len(group) and group[count] in (None, expected):
+                    after = (*placed[:at], count + 1, *placed[at + 1 :])
+                    reached[after].append((placed, at))
+            if number - sum(placed) < spare:
+                reached[placed].append((placed, None))
+        if len(reached) > _MOST_STATES:
+            return None
+        levels.append(reached)
+    placed = tuple(map(len, groups))
+    named: NameGroups = [[] for _ in groups]
+    for level, (fqn, _) in zip(levels[:0:-1], order[::-1], strict=True):
+        ways = level.get(placed, ())
+        if len(ways) != 1:
+            return None
+        placed, owner = ways[0]
+        if owner is not None:
+            named[owner].insert(0, fqn)
+    return named
 
 
 def name_divided(

@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import chain, takewhile
+from typing import Any
 
 from reshard.core.box import Index
 from reshard.core.chunks import find_boxes
@@ -20,6 +21,8 @@ from reshard.state_dict.optimizers.states import ParsedOptimizer
 from reshard.state_dict.tree import ParsedTree, format_path
 from reshard.system.files import SourceFiles
 from reshard.units import some
+
+_MERGED = "{} optimizers are merged into one with all param groups: {}"
 
 
 def select_optimizers(
@@ -49,8 +52,11 @@ def select_optimizers(
         divisions = divide_parameters(model) if by_trainer else ()
         known = replace(known, ordered=True, model=model.source)
         known = replace(known, divisions=divisions, members=model.members)
+    joined, whole = _read_jointly(parts, known, weights, model, pool)
+    read |= dict.fromkeys(joined[:1], whole)
     for path, value in parts.optimizers.items():
-        optimizer = ParsedOptimizer()
+        if path in joined:
+            continue
         count = states.count_parameters(value)
         owner = weights.get(str(path[-1])) if path and count == 1 else None
         assumptions = _list_assumptions(known, count, weights, model)
@@ -59,17 +65,60 @@ def select_optimizers(
             # which is saved under its name (torchtune 0.6 ``training/memory.py``).
             alone = replace(known, shapes={owner.fqn: owner.shape}, ordered=True)
             assumptions = chain([alone], assumptions)
-        for assumed in assumptions:
-            optimizer = states.read(value, assumed, pool)
-            if optimizer.entries or any(group.fqns for group in optimizer.groups):
-                break
-        read[path] = optimizer
+        read[path] = _read_as_assumed(value, assumptions, pool)
     kept = _select_own(parts, read, set(weights))
     trained = {entry.fqn for optimizer in kept for entry in optimizer.entries}
     return kept, {
         fqn: replace(entry, kind=PARAM) if fqn in trained else entry
         for fqn, entry in weights.items()
     }
+
+
+def _read_as_assumed(
+    value: Mapping[str, Any], assumptions: Iterable[KnownParameters], pool: SourceFiles
+) -> ParsedOptimizer:
+    """Return an optimizer as the first description reads it that gives its parameters names."""
+    optimizer = ParsedOptimizer()
+    for assumed in assumptions:
+        optimizer = states.read(value, assumed, pool)
+        if optimizer.entries or any(group.fqns for group in optimizer.groups):
+            break
+    return optimizer
+
+
+def _read_jointly(
+    parts: sections.Sections,
+    known: KnownParameters,
+    weights: Mapping[str, Entry],
+    model: ModelShapes | None,
+    pool: SourceFiles,
+) -> tuple[list[sections.Path], ParsedOptimizer]:
+    """Return the optimizers that divide the model's parameters among them, and all of them as one.
+
+    There are none if fewer than two number their parameters, if not all of these can be named, or
+    if one may be that of another model.
+    """
+    none: tuple[list[sections.Path], ParsedOptimizer] = ([], ParsedOptimizer())
+    numbered = {
+        path: value
+        for path, value in parts.optimizers.items()
+        if not (path and str(path[-1]) in weights) and states.can_be_joined(value)
+    }
+    if len(numbered) < 2 or sections.is_average(parts):
+        return none
+    count = sum(map(states.count_parameters, numbered.values()))
+    if parts.other_models and count not in map(len, _list_candidates(count, weights, model)):
+        return none
+    assumptions = (
+        replace(assumed, are_joined=True)
+        for assumed in _list_assumptions(known, count, weights, model)
+    )
+    whole = _read_as_assumed(states.join(numbered.values(), pool), assumptions, pool)
+    if whole.why_unnamed or not whole.entries:
+        return none
+    shown = some(list(map(format_path, numbered)))
+    whole.notes.append(_MERGED.format(len(numbered), shown))
+    return list(numbered), whole
 
 
 def _list_assumptions(
@@ -152,8 +201,7 @@ def _select_own(
     lost = [path for path in read if path not in fitting and not parts.other_models]
     if len(fitting) > 1:
         shown = some(list(map(format_path, fitting)))
-        text = f"{len(fitting)} optimizers are merged into one with all param groups: {shown}"
-        next(iter(fitting.values())).notes.append(text)
+        next(iter(fitting.values())).notes.append(_MERGED.format(len(fitting), shown))
     if not lost:
         return list(fitting.values())
     notes = list(dict.fromkeys(note for path in lost for note in read[path].notes))

@@ -33,6 +33,7 @@ from reshard.state_dict.optimizers.layouts import (
 )
 from reshard.state_dict.optimizers.numbering import (
     AmbiguousError,
+    MoreParametersError,
     UnknownShapeError,
     may_be_divided_by_decay,
 )
@@ -40,7 +41,7 @@ from reshard.state_dict.plain_values import to_plain
 from reshard.state_dict.tree import LocalTensors, as_global, as_list, is_tensor
 from reshard.system.files import SourceFiles
 from reshard.training import optimizers
-from reshard.units import counted
+from reshard.units import counted, some
 
 _STATE, _GROUPS = "state", "param_groups"
 _ASK = " (pass --model config.json|DIR|module:factory to name its parameters)"
@@ -202,6 +203,31 @@ def read(value: Any, known: KnownParameters, pool: SourceFiles) -> ParsedOptimiz
             " they are in no param group"
         )
     return parsed
+
+
+def join(values: Iterable[Mapping[str, Any]], pool: SourceFiles) -> dict[str, Any]:
+    """Return numbered optimizers as one, which has the param groups of all."""
+    joined: dict[Any, Slots] = {}
+    all_groups: list[dict[str, Any]] = []
+    shift = 0
+    for value in values:
+        state, groups = _normalize(value)
+        groups = groups if _GROUPS in value else _merge_equal_groups(groups, pool)
+        all_groups += [
+            {**group, "params": [key + shift for key in _list_members(group)]} for group in groups
+        ]
+        joined |= {key + shift: slots for key, slots in state.items()}
+        shift += 1 + max([*state, *_list_keys(state, groups)], default=-1)
+    return {_STATE: joined, _GROUPS: all_groups}
+
+
+def can_be_joined(value: Mapping[str, Any]) -> bool:
+    """Return whether `join` knows the form of an optimizer, which has numbers alone."""
+    state, groups = _normalize(value)
+    keys = [*state, *_list_keys(state, groups)]
+    is_plain = _FAIRSCALE not in value and _find_odd_form(value) is None
+    is_plain = is_plain and not any(map(optimizers.has_joint_state, groups))
+    return is_plain and is_numbered(value) and all(isinstance(key, int) for key in keys)
 
 
 def add_masters(value: Mapping[str, Any], masters: Any) -> dict[str, Any] | None:
@@ -428,6 +454,11 @@ def _add_numbered(
             known, shapes={n: s for n, s in known.shapes.items() if n in stored.values()}
         )
     try:
+        if known.others and not stored:
+            raise MoreParametersError(
+                "it may have the parameters of other modules, whose weights were not read:"
+                f" {some(known.others)}"
+            )
         members = [_list_members(group) for group in groups] or [list(state)]
         layout, names = identify_layout(state, members, known, stored)
     except AmbiguousError as reason:
