@@ -17,15 +17,16 @@ from reshard.errors import (
     UnsafeError,
 )
 from reshard.system.paths import as_path
+from reshard.training.completeness import check_state
 
 _INDEXES = (".index.json", ".metadata", ".distcp")  # .distcp files are read only through .metadata
 
 
 def open_manifest(read: Callable[[], Manifest]) -> Manifest | Check:
-    """Return the manifest with its coverage proved, or the check that failed.
+    """Return the manifest that was proved whole, or the check that failed.
 
     Args:
-        read: reads the source without proving its coverage.
+        read: reads the source without the proof.
 
     Raises:
         ReshardError: the path does not exist, or the format is not supported; this says nothing
@@ -35,10 +36,11 @@ def open_manifest(read: Callable[[], Manifest]) -> Manifest | Check:
         manifest = read()
     except (IncompleteError, CorruptError, UnsafeError) as error:
         return _report_failure(_choose_check(error), error)
-    try:
-        check(manifest)
-    except CorruptError as error:
-        return _report_failure(names.COVERAGE, error)
+    for name, prove in ((names.COVERAGE, check), (names.SLOTS, check_state)):
+        try:
+            prove(manifest)
+        except CorruptError as error:
+            return _report_failure(name, error)
     return manifest
 
 

@@ -512,7 +512,8 @@ def _check_coverage(entry: Entry, manifest: Manifest) -> None:
         raise CorruptError(
             where,
             f"{entry.fqn!r} ({entry.kind}): the shards contain {stored} of {entry.numel} elements",
-            f"a shard is missing or belongs to another checkpoint{_advise(entry, manifest)}",
+            "a shard is missing or belongs to another checkpoint"
+            f"{advise_weights_alone(entry, manifest)}",
         )
     pair = find_first_overlap(distinct, entry.shape)
     if pair:
@@ -525,7 +526,7 @@ def _check_coverage(entry: Entry, manifest: Manifest) -> None:
         )
 
 
-def _advise(entry: Entry, manifest: Manifest) -> str:
+def advise_weights_alone(entry: Entry, manifest: Manifest) -> str:
     """Return how to read only the weights; an empty string if the entry's files have some."""
     if entry.kind in WEIGHT_KINDS:
         return ""

@@ -41,6 +41,7 @@ from reshard.formats.pytorch.directory import find_whole
 from reshard.model import ModelShapes
 from reshard.system.files import LFS_HEAD, SourceFiles, refuse_lfs_pointer
 from reshard.system.paths import as_path
+from reshard.training.completeness import check_state
 from reshard.units import some
 
 __all__ = ["PLAIN_SUFFIXES", "Paths", "as_paths", "open_alone", "read", "read_outputs"]
@@ -74,7 +75,7 @@ def read(  # noqa: PLR0913 - a keyword an option
         rules: file with the user's rules for the parameters of a model-parallel checkpoint.
         live: the model of the program that loads the checkpoint, which gives names and order where
             neither the files nor ``model`` do.
-        prove: False leaves the proof (`manifest.check`) to the caller.
+        prove: False leaves `prove_whole` to the caller.
         is_filled: whether another model provides the weights that are ZeRO-3 placeholders.
 
     Raises:
@@ -92,8 +93,18 @@ def read(  # noqa: PLR0913 - a keyword an option
         if not force:
             unclear.refuse_parts_of_megatron(manifest)
     if prove:
-        check(manifest)
+        prove_whole(manifest)
     return placeholders.warn(manifest, is_filled=is_filled)
+
+
+def prove_whole(manifest: Manifest) -> None:
+    """Prove that tensors are complete, and that an optimizer's state fits its weights.
+
+    Raises:
+        CorruptError: elements are missing or overlap, or a slot has not the shape of its weight.
+    """
+    check(manifest)
+    check_state(manifest)
 
 
 @contextmanager
