@@ -36,9 +36,11 @@ def open_manifest(read: Callable[[], Manifest]) -> Manifest | Check:
         manifest = read()
     except (IncompleteError, CorruptError, UnsafeError) as error:
         return _report_failure(_choose_check(error), error)
-    for name, prove in ((names.COVERAGE, check), (names.SLOTS, check_state)):
+    for name, proof in ((names.COVERAGE, check), (names.SLOTS, check_state)):
         try:
-            prove(manifest)
+            formats.prove(manifest, proof)
+        except IncompleteError as error:
+            return _report_failure(names.COMPLETE, error)
         except CorruptError as error:
             return _report_failure(name, error)
     return manifest

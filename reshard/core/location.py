@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import re
-from collections.abc import Callable, Container, Iterable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 from itertools import islice
 from pathlib import Path
@@ -28,6 +28,7 @@ _PARTS = (
     *(".pt", ".bin", ".pth", ".ckpt", ".pkl", ".tar", ".distcp", ".metadata", ".safetensors"),
     *(".swp", ".index.json", "latest", "latest_universal"),
 )
+_NUMBER = re.compile(r"(rank[-_.]?)?(\d+)")
 _COMPARED = 1 << 20  # bytes at a time
 _HUB_PAGE = re.compile(r"https?://huggingface\.co/(?!.*/resolve/)")
 
@@ -228,6 +229,30 @@ def _suggest_path(missing: Path) -> str:
 def list_missing_ranks(present: Container[int], ranks: Iterable[int]) -> list[int]:
     """Return the first few of some ranks that are not present."""
     return list(islice((rank for rank in ranks if rank not in present), _LISTED))
+
+
+def name_missing(present: Mapping[int, Path], ranks: Iterable[int]) -> str:
+    """Return "FILE is missing" for the files of some ranks, named like those that are present.
+
+    >>> name_missing({0: Path("zero_pp_rank_0_mp_rank_00_optim_states.pt")}, [1])
+    'zero_pp_rank_1_mp_rank_00_optim_states.pt is missing'
+    >>> name_missing({0: Path("rank_0/model.pt"), 2: Path("rank_2/model.pt")}, [1, 3])
+    'rank_1/model.pt, rank_3/model.pt are missing'
+    """
+    rank, path = min(present.items())
+    text = f"{path.parent.name}/{path.name}"
+    numbers = [match for match in _NUMBER.finditer(text) if int(match[2]) == rank]
+    in_name = [match for match in numbers if match.start() > len(path.parent.name)]
+    # Of several numbers that may be the rank's, it is the first behind "rank", or else the last.
+    number = next((m for m in (*in_name, *numbers) if m[1]), in_name[-1] if in_name else None)
+    if number is None:
+        names = [f"the file of rank {missing}" for missing in ranks]
+    else:
+        start, stop = number.span(2)
+        digits = stop - start if text[start] == "0" else 0
+        names = [f"{text[:start]}{str(rank).zfill(digits)}{text[stop:]}" for rank in ranks]
+        names = [name.rpartition("/")[2] for name in names] if number in in_name else names
+    return f"{some(names, _LISTED)} {'is' if len(names) == 1 else 'are'} missing"
 
 
 def _refuse_different(kept: Path, other: Path) -> None:

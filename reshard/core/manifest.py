@@ -264,11 +264,13 @@ class UnnamedOptimizer:
         reason: what is missing, or what form the states have.
         model: the description of the model that was tried; empty if there was none.
         advice: what to do, if a description of the model does not help.
+        misfit: whether there are states of a shape that no weight has.
     """
 
     reason: str
     model: str = ""
     advice: str = ""
+    misfit: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,7 +18,7 @@ Modules beside the packages of the formats:
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -38,6 +38,7 @@ from reshard.errors import (
 from reshard.formats import placeholders, registry, run, unclear
 from reshard.formats.base import ReadHints
 from reshard.formats.pytorch.directory import find_whole
+from reshard.formats.pytorch.ranks import naming_lost_files
 from reshard.model import ModelShapes
 from reshard.system.files import LFS_HEAD, SourceFiles, refuse_lfs_pointer
 from reshard.system.paths import as_path
@@ -103,8 +104,20 @@ def prove_whole(manifest: Manifest) -> None:
     Raises:
         CorruptError: elements are missing or overlap, or a slot has not the shape of its weight.
     """
-    check(manifest)
-    check_state(manifest)
+    for proof in (check, check_state):
+        prove(manifest, proof)
+
+
+def prove(manifest: Manifest, proof: Callable[[Manifest], None]) -> None:
+    """Run a proof, and name the files of ranks that are missing where it fails because of them.
+
+    Raises:
+        IncompleteError: files of ranks are missing.
+        CorruptError: it fails for another reason.
+    """
+    folders = dict.fromkeys(as_path(path).parent for path in manifest.files)
+    with naming_lost_files(Location([*folders])):
+        proof(manifest)
 
 
 @contextmanager

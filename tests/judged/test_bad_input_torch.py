@@ -151,27 +151,33 @@ def test_rank_zero_is_missing(copied, refused):
     source = copied("fsdp2_ranks")
     (source / "model_rank0.pt").unlink()
     (source / "optim_rank0.pt").unlink()
-    refused(source, IncompleteError, "rank 0")
+    refused(source, IncompleteError, "model_rank0.pt is missing")
 
 
 def test_a_rank_between_is_missing(copied, refused):
     source = copied("fsdp2_ranks_ws4")
     (source / "model_rank1.pt").unlink()
-    refused(source, IncompleteError, "model_rank0.pt", "rank 1", "node")
+    refused(source, IncompleteError, "model_rank0.pt", "model_rank1.pt is missing", "node")
 
 
 def test_the_last_rank_is_missing(copied, refused):
     source = copied("fsdp2_ranks_ws4")
     (source / "model_rank3.pt").unlink()
     (source / "optim_rank3.pt").unlink()
-    refused(source, IncompleteError, "model_rank0.pt of a run of 4 ranks", "rank 3")
+    refused(
+        source, IncompleteError, "model_rank0.pt of a run of 4 ranks", "model_rank3.pt is missing"
+    )
 
 
 def test_one_rank_alone_is_named_whatever_its_file_is_called(copied, refused):
     source = copied("fsdp2_ranks_one_file")
     (source / "rank0.pt").unlink()
     (source / "rank1.pt").rename(source / "checkpoint.pt")
-    words = ("checkpoint.pt of a run of 2 ranks", "tensors of rank 0", "saved only one rank's file")
+    words = (
+        "checkpoint.pt of a run of 2 ranks",
+        "the file of rank 0",
+        "saved only one rank's file",
+    )
     refused(source, IncompleteError, *words)
 
 
@@ -207,7 +213,7 @@ def test_the_last_of_a_stated_world_is_missing(copied, refused):
     source = copied("verl_sample") / "global_step_3" / "actor"
     for path in source.glob("*_world_size_2_rank_1.pt"):
         path.unlink()
-    refused(source, IncompleteError, "world_size_2", "rank 1")
+    refused(source, IncompleteError, "world_size_2_rank_1.pt is missing")
 
 
 @pytest.mark.parametrize("name", ["model_rank1.pt", "optim_rank1.pt"])
@@ -852,7 +858,7 @@ def test_slices_of_a_missing_rank(copied, refused):
     source = copied("fsdp1_local_orig_ws4")
     for path in source.glob("*_rank3.pt"):
         path.unlink()
-    refused(source, CorruptError, "the ranks store", "missing", model=MODEL)
+    refused(source, IncompleteError, "model_rank3.pt is missing", "the ranks store", model=MODEL)
 
 
 @pytest.mark.parametrize("case", ["fsdp1_local_orig_ws4", "fsdp1_local_flat_ws4"])

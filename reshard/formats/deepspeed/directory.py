@@ -11,7 +11,7 @@ import re
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from reshard.core.location import Location
+from reshard.core.location import Location, name_missing
 from reshard.errors import (
     FETCH_MISSING,
     CorruptError,
@@ -64,8 +64,8 @@ class RankFiles:
             if missing:
                 raise IncompleteError(
                     self.location,
-                    f"{kind} states of {world_size} ranks are expected; those of rank"
-                    f" {_format_ranks(missing)} are missing",
+                    f"{kind} states of {world_size} ranks are expected;"
+                    f" {name_missing(files, missing)}",
                     FETCH_MISSING,
                 )
             if extra:

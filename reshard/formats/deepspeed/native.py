@@ -12,7 +12,7 @@ from reshard.containers.pickle_cache import PickleCache
 from reshard.containers.pickles import trust
 from reshard.containers.torch_objects import Tensor, TorchFile
 from reshard.core import counts
-from reshard.core.location import Location
+from reshard.core.location import Location, name_missing
 from reshard.core.manifest import (
     BUFFER,
     MASTER,
@@ -56,10 +56,12 @@ from reshard.model.weight_decay import FindDivisions, find_no_divisions
 from reshard.quantised import moments
 from reshard.state_dict.plain_values import to_plain
 from reshard.system.files import get_size
+from reshard.system.paths import as_path
 from reshard.system.threads import map_files
 from reshard.units import some
 
 _LISTED = 4
+_SECOND = "zero_pp_rank_1_mp_rank_00_model_states.pt"
 
 _SETTINGS = """
     train_batch_size train_micro_batch_size_per_gpu gradient_accumulation_steps gradient_clipping
@@ -81,7 +83,7 @@ def open_first(files: RankFiles) -> ModelStates:
     """
     if 0 not in files.model:
         raise IncompleteError(
-            files.location, "zero_pp_rank_0_mp_rank_00_model_states.pt is missing", "copy it here"
+            files.location, name_missing(files.model or {1: as_path(_SECOND)}, [0]), "copy it here"
         )
     return open_model(files.model[0])
 

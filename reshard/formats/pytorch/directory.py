@@ -43,6 +43,7 @@ _LITGPT = "lit_model.pth"
 _LITGPT_ADAPTERS = tuple(f"{_LITGPT}{suffix}" for suffix in (".lora", ".adapter", ".adapter_v2"))
 _HF_SHARD = re.compile(r"-\d+-of-(\d+)\.bin$")
 _ARGUMENTS = "training_args"
+RANDOM = re.compile(r"rng_state|random_states")  # ranks save these beside whole files too
 
 
 def detect(location: Location) -> bool:

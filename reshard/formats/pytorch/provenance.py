@@ -16,7 +16,6 @@ from reshard.state_dict.tree import ParsedTree
 from reshard.training import trainer_run
 from reshard.training.trainer_run import TrainerRun
 
-RANDOM = re.compile(r"rng_state|random_states")  # ranks save these beside whole files too
 # Names that HF Trainer gives no file of a checkpoint: those of DCP, Accelerate, verl, and of this
 # project's writers. `split` copies ``trainer_state.json`` beside them.
 _NOT_OF_TRAINER = re.compile(
@@ -83,6 +82,8 @@ def describe_files(location: Location) -> str:
     kinds = []
     if dcp.detect(location) or any(dcp.detect(f) for f in location.folders.values()):
         kinds.append("DCP")
-    if any(directory.is_of_rank(name) and not RANDOM.match(name) for name in location.files):
+    if any(
+        directory.is_of_rank(name) and not directory.RANDOM.match(name) for name in location.files
+    ):
         kinds.append("rank files")
     return ", ".join(kinds) or "state dict"

@@ -4,17 +4,33 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Container, Mapping
+from collections.abc import Container, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from reshard.containers import torch_reader
 from reshard.containers.pickle_cache import PickleCache
+from reshard.containers.torch_detect import SUFFIXES
 from reshard.containers.torch_objects import TorchFile
-from reshard.core.location import list_missing_ranks
-from reshard.errors import FETCH_MISSING, TWO_RUNS, IncompleteError, StaleError, shown
-from reshard.formats.pytorch.directory import OF_WORLD, is_of_rank, match_rank
+from reshard.core.location import (
+    Location,
+    get_directory,
+    list_missing_ranks,
+    name_missing,
+)
+from reshard.errors import (
+    FETCH_MISSING,
+    TWO_RUNS,
+    CorruptError,
+    IncompleteError,
+    ReshardError,
+    StaleError,
+    shown,
+)
+from reshard.formats import huggingface
+from reshard.formats.pytorch.directory import OF_WORLD, RANDOM, is_of_rank, match_rank
 from reshard.state_dict import tree
 from reshard.state_dict.tree import ParsedTree
 from reshard.system.paths import as_path
@@ -128,13 +144,69 @@ def group_by_family(files: Mapping[str, Path]) -> dict[str, dict[int, Path]]:
     sizes = {len(ranks) for ranks in families.values()} - {1}
     if len(sizes) > 1:
         most = max(sizes)
-        stem, ranks = next((s, r) for s, r in families.items() if 1 < len(r) < most)
+        ranks = next(r for r in families.values() if 1 < len(r) < most)
         raise IncompleteError(
             next(iter(ranks.values())).parent,
-            f"contains {stem} files of {len(ranks)} ranks, but other files of {most}",
+            f"contains files of {most} ranks, but"
+            f" {name_missing(ranks, [rank for rank in range(most) if rank not in ranks])}",
             FETCH_MISSING,
         )
     return families
+
+
+def find_lost_files(location: Location) -> str:
+    """Return "FILE is missing" for ranks that other files or tensors name; empty if there are none.
+
+    It explains why tensors are not whole, and proves nothing: rank 0 alone may save a part.
+
+    Raises:
+        CorruptError: a file is damaged, which explains it as well.
+    """
+    find = match_rank if any(map(is_of_rank, location.files)) else _NUMBERED.fullmatch
+    families: dict[str, dict[int, Path]] = {}
+    for name, path in location.files.items():
+        # Programs save shards as safetensors under the names of torch.save's files.
+        stem, suffix = path.stem, ".pt" if path.suffix == ".safetensors" else path.suffix
+        match = find(f"{stem}{suffix}") if suffix in SUFFIXES else None
+        if match and not huggingface.is_shard(name) and not RANDOM.match(name):
+            families.setdefault(_find_common_part(match), {})[int(match[2])] = path
+    most = max(map(len, families.values()), default=0)
+    lost = []
+    for ranks in families.values():
+        world = max(most, *(_count_savers(path) for path in ranks.values()))
+        missing = list_missing_ranks(ranks, range(world)) if max(ranks) < world > 1 else []
+        if missing:
+            lost.append(name_missing(ranks, missing))
+    return "; ".join(lost)
+
+
+@contextmanager
+def naming_lost_files(location: Location) -> Iterator[None]:
+    """Turn an error about tensors that are not whole into one that names the missing files.
+
+    Raises:
+        IncompleteError: files of ranks are missing.
+    """
+    try:
+        yield
+    except StaleError:
+        raise
+    except CorruptError as error:
+        lost = ""
+        # A run has its checkpoints in directories below; nodes have one directory each.
+        folder = get_directory(error.where)
+        where = location if folder in location.directories else Location([folder])
+        with suppress(ReshardError, OSError):  # a damaged file explains the error, too
+            lost = find_lost_files(where)
+        if lost:
+            raise IncompleteError(folder, f"{lost}: {error.problem}", FETCH_MISSING) from error
+        raise
+
+
+def _count_savers(path: Path) -> int:
+    """Return the number of ranks that saved a file's tensors; 1 if these do not state it."""
+    saver = None if path.suffix == ".safetensors" else tree.find_saver(torch_reader.read(path))
+    return saver.world if saver else 1
 
 
 def refuse_copies(families: Mapping[str, OpenedRanks]) -> None:
@@ -200,8 +272,8 @@ def _check_savers(files: Mapping[int, TorchFile], *, alone: bool) -> None:
     ):
         raise IncompleteError(
             path.parent,
-            f"contains {path.name} of a run of {usual} ranks, but no such file with the"
-            f" tensors of rank {', '.join(map(str, missing))}",
+            f"contains {path.name} of a run of {usual} ranks, but"
+            f" {name_missing({rank: as_path(f.path) for rank, f in by_rank.items()}, missing)}",
             FETCH_MISSING if is_of_rank(path.name) else f"{FETCH_MISSING}. {_ONE_RANK}",
         )
 
@@ -226,7 +298,7 @@ def _check_ranks(ranks: Mapping[int, Path]) -> None:
     if missing and not _are_all_of_run(ranks):
         raise IncompleteError(
             first.parent,
-            f"contains {first.name}, but no such file of rank {', '.join(map(str, missing))}",
+            f"contains {first.name}, but {name_missing(ranks, missing)}",
             FETCH_MISSING,
         )
     if max(ranks) >= world:

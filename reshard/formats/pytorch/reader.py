@@ -29,7 +29,13 @@ from reshard.formats.pytorch.directory import (
     is_optimizer_folder,
     is_rank_file,
 )
-from reshard.formats.pytorch.ranks import OpenedRanks, group_by_family, refuse_copies
+from reshard.formats.pytorch.ranks import (
+    OpenedRanks,
+    find_lost_files,
+    group_by_family,
+    naming_lost_files,
+    refuse_copies,
+)
 from reshard.formats.pytorch.stages import (
     Collected,
     count_ranks,
@@ -112,12 +118,16 @@ def read(
         nearby = ModelHint("the live model", known=live)
     if wrap and not (model_hint or nearby):
         raise UsageError(f"--wrap {wrap}", "has no effect without --model")
-    if len(saved) > 1:
-        manifest = join_stages(saved, origin, key, model_hint, world=count_ranks(saved))
-    else:
-        manifest = assemble.build_manifest(
-            first, origin, key=key, model_hint=model_hint, nearby=nearby, warnings=saved[0][1]
-        )
+    with naming_lost_files(location):
+        if len(saved) > 1:
+            manifest = join_stages(saved, origin, key, model_hint, world=count_ranks(saved))
+        else:
+            manifest = assemble.build_manifest(
+                first, origin, key=key, model_hint=model_hint, nearby=nearby, warnings=saved[0][1]
+            )
+    lost = find_lost_files(location) if manifest.unnamed and manifest.unnamed.misfit else ""
+    if lost and manifest.unnamed:
+        raise IncompleteError(location, f"{lost}: {manifest.unnamed.reason}", FETCH_MISSING)
     train = _complete_train_state(manifest.train, location, trainer, run_of_trainer)
     # Lightning counts the updates of all optimizers of a module together (2.6.6
     # ``loops/progress.py``, ``training_epoch_loop.py``).
@@ -256,7 +266,7 @@ def _select_checkpoint(
     others = [
         stem
         for stem, files in families.items()
-        if stem != chosen and not provenance.RANDOM.match(stem) and _is_checkpoint(files)
+        if stem != chosen and not directory.RANDOM.match(stem) and _is_checkpoint(files)
     ]
     return _leave_out(families, others, "other checkpoints of this directory")
 

@@ -209,6 +209,8 @@ def can_name_groups(
 def _refuse_alike(candidates: Mapping[str, Signature], groups: SignatureGroups) -> None:
     counts = Counter(candidates.values())
     stated = {sign for group in groups for sign in group if sign is not None}
+    if unknown := stated - counts.keys():
+        raise UnknownShapeError(unknown)
     alike = [fqn for fqn, sign in candidates.items() if sign in stated and counts[sign] > 1]
     if alike:
         raise AmbiguousError(alike, "have the same shape, and no file states the model's order")

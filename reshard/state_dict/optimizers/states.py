@@ -462,9 +462,11 @@ def _add_numbered(
         members = [_list_members(group) for group in groups] or [list(state)]
         layout, names = identify_layout(state, members, known, stored)
     except AmbiguousError as reason:
-        may_be_flat = isinstance(reason, UnknownShapeError) and known.model and not known.units
-        wrap = _WRAP if may_be_flat and not reason.advice else ""
-        parsed.why_unnamed = UnnamedOptimizer(str(reason), known.model, reason.advice or wrap)
+        misfit = isinstance(reason, UnknownShapeError)
+        wrap = _WRAP if misfit and known.model and not (known.units or reason.advice) else ""
+        parsed.why_unnamed = UnnamedOptimizer(
+            str(reason), known.model, reason.advice or wrap, misfit
+        )
         advice = f" ({wrap})" if wrap else "" if known.model or reason.advice else _ASK
         parsed.notes.append(
             f"the optimizer is stored by index, and {reason}; it is left out{advice}"
