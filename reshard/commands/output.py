@@ -95,7 +95,7 @@ def convert(
         kinds: the kinds of tensors that are written; None for all.
         beside: further paths that are read and therefore must not be written to.
         is_stamped: whether the files state what they were written from. A destination that has
-            this output already is then not an error.
+            this output already is then not an error, as with ``--resume``.
         meter: opens a progress display for a number of bytes.
 
     Raises:
@@ -106,7 +106,7 @@ def convert(
     check_page(options, [*sources, *beside], output)
     with _report_untouched(output):
         manifest, occupied = _open_source(sources, output, options, beside)
-        if occupied is not None and not is_stamped:
+        if occupied is not None and not (is_stamped or options.resume):
             raise occupied
         identity = check_identity(manifest, options.trust)
         with replicas.average_replicas(manifest, options.replicas, kinds) as (averaged, means):
@@ -252,6 +252,8 @@ def write(
         # After the last read, so that no change of a source is missed.
         jobs.check_sources(described, select_share(team, list(files.values())))
         _check_written(outcome, plan.target, partial.output, options, job.check)
+    if partial.leftover:
+        notes.append(f"the output is complete, but {partial.path} {partial.leftover}")
     return WriteResult(outcome, done.nbytes if done else 0, notes)
 
 

@@ -324,7 +324,10 @@ class Descriptor:
         # The system may give the number to another file at once: it must not be closed twice.
         number, self.number = self.number, -1
         if number >= 0:
-            os.close(number)
+            # The descriptor is closed even if the system reports an error, which can only be about
+            # writes, and a source has none.
+            with contextlib.suppress(OSError):
+                os.close(number)
 
     def __del__(self) -> None:
         # The file may not have been opened: `__init__` then raised an error.

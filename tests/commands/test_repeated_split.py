@@ -1,7 +1,8 @@
-"""A job script may run `split` again: the same output is left as it is."""
+"""A job script may run `split`, or any command with --resume, again: the same output is left."""
 
 from __future__ import annotations
 
+import shutil
 import subprocess
 import sys
 
@@ -46,6 +47,27 @@ def test_the_same_command_leaves_the_output(saved, tmp_path, to, name):
     assert again.already_there
     assert next(iter(again.lines())).startswith("already there")
     assert before == [(path, path.stat().st_mtime_ns, path.read_bytes()) for path in files]
+
+
+def test_any_command_with_resume_leaves_the_same_output(saved, tmp_path):
+    source, other = saved(1), tmp_path / "other.pt"
+    shutil.copy(saved(2), other)
+    saved(1)
+    commands = {
+        "merge": ["merge", source, tmp_path / "merged"],
+        "file": ["merge", source, tmp_path / "one.safetensors", "--dtype", "bf16"],
+        "convert": ["convert", source, tmp_path / "dcp", "--to", "dcp"],
+        "average": ["average", source, other, tmp_path / "mean"],
+    }
+    for name, command in commands.items():
+        for expected in ("wrote", "already there"):
+            done = run(*command, "--resume")
+            assert done.returncode == 0, (name, done.stderr)
+            assert done.stdout.startswith(expected), name
+        assert run(*command[:-1], command[-1], "--resume", "--dry-run").returncode == 0, name
+    refused = [*commands["merge"], "--resume", "--dtype", "fp16"]
+    assert run(*refused).returncode == ExistsError.exit_code
+    assert run(*commands["merge"]).returncode == ExistsError.exit_code
 
 
 @pytest.mark.parametrize("change", ["source", "world size", "cut", "lost", "changed"])

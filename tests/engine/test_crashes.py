@@ -282,6 +282,33 @@ def test_an_output_whose_name_is_not_made_durable_is_not_told_of_as_if_it_were_n
     assert lab.beside() == {"out"}
 
 
+@pytest.mark.parametrize("only", ["os.remove", "os.rmdir", "close"])
+def test_an_error_after_the_output_has_its_name_is_a_warning(lab, only):
+    one = [*MERGE, "--workers", "1"]
+    assert lab.run(one, kind="none", at=-1, only=only) == 0
+    last = len(lab.calls) - 1
+    lab.clean()
+    assert lab.run(one, kind="EIO", at=last, only=only) == 0
+    assert read_files(lab.directory / "out") == lab.whole["merge"]
+    left = lab.beside() - {"out"}
+    assert left == (set() if only == "close" else {".out.partial"})
+    assert ("the output is complete, but" in lab.told) == bool(left)
+
+
+@pytest.mark.parametrize("only", ["os.remove", "os.mkdir", "close"])
+def test_an_error_before_the_output_has_its_name_tells_what_is_there(lab, only):
+    one = [*MERGE, "--workers", "1"]
+    assert lab.run(one, kind="none", at=-1, only=only) == 0
+    count = min(len(lab.calls), 12)
+    for at in range(count):
+        lab.clean()
+        code = lab.run(one, kind="EIO", at=at, only=only)
+        if code:
+            assert "nothing was written to " in lab.said, at
+            assert not (lab.directory / "out").exists()
+            assert (".out.partial" in lab.beside()) == ("are kept in" in lab.said), at
+
+
 @pytest.mark.parametrize(
     ("name", "said"),
     [

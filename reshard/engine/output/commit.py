@@ -28,6 +28,7 @@ class PartialOutput(Protocol):
     keeps_without_resume: bool  # whether unfinished output is kept also without --resume
     published: bool  # whether the output has its final name
     only_copy: bool  # whether the old output is gone while the new one has no name yet
+    leftover: str  # what a commit could not remove, and why; empty: nothing is left
 
     @property
     def destination(self) -> Path:
@@ -83,10 +84,15 @@ def stage_output(destination: Path, *, is_directory: bool, overwrite: bool) -> I
 
     For a single file, the block must leave one file with the destination's name in the directory.
     After any exception, the temporary directory is removed and the destination is unchanged.
+
+    Raises:
+        ResourceError: the temporary directory could not be removed; the destination is complete.
     """
     with claim_output(destination, is_directory=is_directory, overwrite=overwrite) as partial:
         partial.clear()
         yield partial.output
+    if partial.leftover:
+        raise ResourceError(partial.path, partial.leftover, _WRITTEN.format(partial.destination))
 
 
 def write_file(path: Path, data: bytes, *, overwrite: bool) -> None:
@@ -96,11 +102,8 @@ def write_file(path: Path, data: bytes, *, overwrite: bool) -> None:
         ExistsError: the file exists, and ``overwrite`` is off.
         ReshardError: the file cannot be written.
     """
-    try:
-        with stage_output(path, is_directory=False, overwrite=overwrite) as staging:
-            (staging / path.name).write_bytes(data)
-    except OSError as error:
-        raise build_disk_error(path, error) from error
+    with stage_output(path, is_directory=False, overwrite=overwrite) as staging:
+        (staging / path.name).write_bytes(data)
 
 
 @contextlib.contextmanager
@@ -114,6 +117,7 @@ def claim_output(
 ) -> Iterator[PartialOutput]:
     """Yield the partial output, which becomes ``destination`` when the block succeeds.
 
+    The output is then complete, also if `leftover` states that something could not be removed.
     It may contain what an earlier process has left. After an error it is kept for a later run if
     the block has recorded progress (``resumable_bytes``) and if the cause is outside of reshard
     (an interrupt, the network, a disk); otherwise it is removed.
@@ -151,14 +155,20 @@ def claim_output(
             signals.add_message(_WRITTEN.format(partial.destination))
             team.barrier()  # published
             _remove(partial)
-        except BaseException as error:
-            if _is_kept(partial, error, team, resume=resume):
+        except BaseException as raised:
+            error = raised
+            if isinstance(raised, OSError):  # of a call that has no message of its own
+                error = build_disk_error(partial.destination, raised)
+                error.__cause__ = raised
+            if not _is_kept(partial, error, team, resume=resume):
+                _remove(partial)
+                if partial.leftover:
+                    _append_remedy(error, f"{partial.path} {partial.leftover}", always=True)
+            if error is raised:
                 raise
-            _remove(partial)
-            raise
+            raise error from raised
         finally:
-            with signals.deferred():
-                partial.release()
+            _release(partial)
 
 
 def _open_partial(destination: Path) -> PartialOutput:
@@ -186,8 +196,7 @@ def _join_output(partial: PartialOutput, team: Team, *, resume: bool) -> Iterato
             partial.discard_share(resume=resume)
         raise
     finally:
-        with signals.deferred():
-            partial.release()
+        _release(partial)
     team.barrier()  # written
     team.barrier()  # published
 
@@ -218,9 +227,19 @@ def _is_kept(partial: PartialOutput, error: BaseException, team: Team, *, resume
 
 
 def _remove(partial: PartialOutput) -> None:
-    """Remove the partial output as far as possible; the next run clears what remains."""
+    """Remove the partial output as far as possible, and note in it what remains."""
+    with signals.deferred():
+        try:
+            partial.remove()
+        except (OSError, ReshardError) as error:
+            reason = error.strerror if isinstance(error, OSError) else error.problem
+            partial.leftover = f"could not be removed ({reason}): remove it, or the next run does"
+
+
+def _release(partial: PartialOutput) -> None:
+    """Release the claim. An error changes nothing: it also ends with the process, or expires."""
     with signals.deferred(), contextlib.suppress(OSError, ReshardError):
-        partial.remove()
+        partial.release()
 
 
 def _has_external_cause(error: BaseException, *, resume: bool) -> bool:
@@ -232,8 +251,15 @@ def _has_external_cause(error: BaseException, *, resume: bool) -> bool:
     return resume if full else has_external_cause(error)
 
 
-def _append_remedy(error: BaseException, what: str, *, instead: bool = False) -> None:
-    """Add to the error's message what happened to the output."""
+def _append_remedy(
+    error: BaseException, what: str, *, instead: bool = False, always: bool = False
+) -> None:
+    """Add to the error's message what happened to the output.
+
+    Args:
+        instead: replace the remedy.
+        always: add it also to errors that another run would not change.
+    """
     if isinstance(error, KeyboardInterrupt):
         # `signals.add_message` may have added the same text.
         error.args = (*error.args, *({what} - {*error.args}))
@@ -241,6 +267,6 @@ def _append_remedy(error: BaseException, what: str, *, instead: bool = False) ->
         error.args = (what,)
     elif not isinstance(error, ReshardError):
         return
-    elif instead or "--resume" in what or has_external_cause(error):
+    elif instead or always or "--resume" in what or has_external_cause(error):
         known = "" if instead or what in error.remedy else error.remedy
         error.remedy = f"{known}; {what}" if known else what

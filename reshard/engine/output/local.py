@@ -78,6 +78,7 @@ class LocalPartial:
     def __init__(self, destination: Path) -> None:
         self.destination = destination
         self.published = False
+        self.leftover = ""
         self.path = destination.parent / f".{destination.name}.partial"
         self.output = self.path / "output"
         self.replaced = self.path / "replaced"
@@ -127,8 +128,8 @@ class LocalPartial:
     def release(self) -> None:
         """Release the lock, so that another process can claim the directory."""
         if self._lock is not None:
-            os.close(self._lock)  # this ends the lock, as the end of the process does
-            self._lock = None
+            lock, self._lock = self._lock, None
+            os.close(lock)  # this ends the lock, as the end of the process does
 
     def clear(self) -> None:
         """Remove the content and create an empty output."""

@@ -34,6 +34,7 @@ class RemotePartial:
         self.output = self.path / OUTPUT
         self.resumable_bytes = 0  # bytes of the output from which a later run could continue
         self.published = False
+        self.leftover = ""
         self.only_copy = False
         self._joined = False
         self._lease: Lease | None = None
