@@ -196,8 +196,10 @@ def order_members(
         UsageError: the given model is not that of the checkpoint.
     """
     groups = [group.members for group in state.groups]
-    if keyed == "fqn" or (state.manifest.keyed == "index" and not state.regrouped):
-        return groups  # the source's own numbers, in the order of its program
+    # The order of the live program, or the source's own numbers in the order of its program.
+    is_kept = state.is_live or (state.manifest.keyed == "index" and not state.regrouped)
+    if keyed == "fqn" or is_kept:
+        return groups
     position = _find_positions(state, model) if model is not None else state.positions
     ordered = [
         tuple(sorted(members, key=lambda member: position[member.fqn])) for members in groups

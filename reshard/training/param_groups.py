@@ -149,18 +149,18 @@ def _format_option(path: Path) -> str:
     return f"--param-groups {path}"
 
 
-def follow_live(state: WritableState, live: tuple[ParamGroup, ...]) -> GroupRules | None:
-    """Return the groups of a live optimizer; None if those of the state have the same order.
+def follow_live(state: WritableState, live: tuple[ParamGroup, ...]) -> StateAndNotes:
+    """Return the state with the groups of a live optimizer, each in its order.
 
     DeepSpeed's flat partitions and torch's numbers refer to parameters by their position in the
     live optimizer, whatever the order was that the source saved.
     """
-    tied = state.manifest.tied
+    tied, notes = state.manifest.tied, list[str]()
     wanted = [tuple(tied.get(fqn, fqn) for fqn in group.fqns) for group in live]
-    if wanted == [tuple(member.fqn for member in group.members) for group in state.groups]:
-        return None
-    rules = (GroupRule((), fqns, frozen=None, hyper={}) for fqns in wanted)
-    return GroupRules(Path(), tuple(rules), live)
+    if wanted != [tuple(member.fqn for member in group.members) for group in state.groups]:
+        rules = (GroupRule((), fqns, frozen=None, hyper={}) for fqns in wanted)
+        state, notes = regroup(state, GroupRules(Path(), tuple(rules), live))
+    return replace(state, is_live=True), notes
 
 
 # New groups

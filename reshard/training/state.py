@@ -105,6 +105,7 @@ class WritableState:
     groups: tuple[TrainedGroup, ...]
     rng: tuple[RankRng, ...] = ()  # one for each rank to write, if random states are written
     regrouped: bool = False  # whether the groups are new ones, each in the order of the weights
+    is_live: bool = False  # whether each group has the order of the optimizer that loads the output
     save: Save | None = None  # what the stamps of the files to write state
 
     @property

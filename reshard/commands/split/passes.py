@@ -389,16 +389,18 @@ def build_state(conversion: StateConversion, options: SplitOptions) -> WritableS
         may_lack_weights=conversion.writer.copies_values(conversion),
     )
     groups = param_groups.read(options.param_groups) if options.param_groups else None
-    if groups is None and request.live_groups and not request.weights_only:
-        groups = param_groups.follow_live(state, request.live_groups)
+    is_live = bool(request.live_groups) and not request.weights_only
     is_new = options.init_optimizer == "zeros"
-    if is_new and groups is None and not state.groups:
+    if is_new and groups is None and not state.groups and not is_live:
         groups = param_groups.ONE
     if not is_new and not request.weights_only:
         others = [] if state.members else run.list_others(conversion.manifest.origin.path)
         refuse_without_optimizer(state, can_start=conversion.writer.starts_optimizer, others=others)
     if groups:
         state, derived = param_groups.regroup(state, groups)
+        notes.derived += derived
+    if is_live:
+        state, derived = param_groups.follow_live(state, request.live_groups)
         notes.derived += derived
     if (
         conversion.writer.writes_zero(request)

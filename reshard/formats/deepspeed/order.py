@@ -106,10 +106,13 @@ def iterate_user_order(state: WritableState) -> Iterator[Sequence[TrainedParamet
     DeepSpeed finds parameters by position. Its own files have that order, except that
     ``param_shapes`` under ``round_robin_gradients`` lists the parameters in round-robin order (the
     reader has undone that for groups of experts). For other sources it is the model's order, which
-    some do not keep in their groups (FSDP 1: unit after unit).
+    some do not keep in their groups (FSDP 1: unit after unit). A live optimizer has its own order.
     """
     origin, config = state.manifest.origin, find_engine_config(state)
     groups = [group.members for group in state.groups]
+    if state.is_live:
+        yield from groups
+        return
     if state.regrouped or not origin.format.startswith("deepspeed"):
         position = state.positions
         yield from (sorted(members, key=lambda member: position[member.fqn]) for members in groups)

@@ -338,8 +338,8 @@ def _sort_groups(state: WritableState, stage: int, *, keep_empty: bool) -> tuple
             user's optimizer itself.
     """
     by_shape = order.find_shape_sorted_groups(group.hyper for group in state.groups)
-    if stage == order.find_source_stage(state) == 3:
-        # Keep the source's order: it is by shape, or the model's if zero.Init hid the shapes.
+    if state.is_live or stage == order.find_source_stage(state) == 3:
+        # Keep the order: it is by shape, or the model's if zero.Init hid the shapes.
         by_shape = frozenset()
     groups = []
     for number, members in enumerate(order.iterate_user_order(state)):
