@@ -134,7 +134,7 @@ def restore_memory_form(manifest: Manifest, *, may_be_former: bool = False) -> M
 
     Args:
         may_be_former: whether to compare also the names of a model that transformers does not
-            convert: they may be those of a former release of transformers.
+            convert: they may be those of a former release of transformers, or lack tied names.
 
     Returns:
         None if the files are of another kind, or nothing states the model.
@@ -151,9 +151,12 @@ def restore_memory_form(manifest: Manifest, *, may_be_former: bool = False) -> M
         return None
     try:
         published = ModelConfig(content, path.parent).trace(manifest)
-        if published is None or not published.fits(manifest):
+        if published is not None and published.fits(manifest):
+            restored = published.restore_memory_form(manifest)
+        elif published is not None and may_be_former and published.knows(manifest):
+            restored = manifest  # both forms have the same names
+        else:
             return None
-        restored = published.restore_memory_form(manifest)
     except (UsageError, UnsupportedError):  # other weights, or a model that transformers lacks
         return None
     stored = restored.weight_shapes

@@ -20,7 +20,7 @@ from reshard.engine.planning.copies import Copy, plan_block
 from reshard.errors import DifferentError
 from reshard.live.dcp.values import identify_memory
 from reshard.system.files import SourceFiles
-from reshard.tensors.lazy import view_bytes
+from reshard.tensors.lazy import read_block, view_bytes
 from reshard.units import counted
 
 _STAGED_BYTES = 4 << 20  # read at a time if a target is on another device, or not contiguous
@@ -75,6 +75,36 @@ def _find_whole_shape(target: torch.Tensor) -> Index:
     if protocol is not None and isinstance(target, protocol):
         return tuple(target.global_shape)
     return tuple(target.size())
+
+
+def refuse_different_aliases(
+    pool: SourceFiles, jobs: Iterable[BlockRead], targets: Mapping[str, Any]
+) -> None:
+    """Refuse two values for one memory: names that the target ties, but the checkpoint does not.
+
+    Raises:
+        DifferentError: they differ.
+    """
+    firsts: dict[object, BlockRead] = {}
+    for job in jobs:
+        target = targets.get(job.item.dest_index.fqn)
+        if not isinstance(target, torch.Tensor) or not job.box.volume:
+            continue
+        first = firsts.setdefault((identify_memory(target), job.box), job)
+        if first.entry.key == job.entry.key:
+            continue
+        entries = first.entry, job.entry
+        dtype = min((entry.dtype for entry in entries), key=lambda dtype: dtype.itemsize)
+        for cut in contiguous_cuts(job.box.shape, _STAGED_BYTES // dtype.itemsize):
+            a, b = (read_block(pool, each, cut.shift(job.box.origin), dtype) for each in entries)
+            if a != b:
+                raise DifferentError(
+                    job.item.dest_index.fqn,
+                    f"is one tensor with {first.item.dest_index.fqn} in the target, but the"
+                    " checkpoint has different values for them",
+                    "load into a model that does not tie them (tie_word_embeddings=False in a"
+                    " config of transformers)",
+                )
 
 
 def read(pool: SourceFiles, jobs: Iterable[BlockRead], planner: LoadPlanner) -> None:

@@ -18,6 +18,9 @@ from reshard.live.dcp.target import STATE, STEP, Hyper, Keys, Resolved, Step, it
 from reshard.training.param_groups import THAW
 from reshard.units import counted, some
 
+# What torch's schedulers add to param groups (torch 2.13 ``optim/lr_scheduler.py``,
+# ``optim/swa_utils.py``).
+_OF_SCHEDULERS = frozenset("initial_lr base_momentum max_momentum max_lr min_lr swa_lr".split())
 _NAMED = 5  # missing names spelled out in a message
 
 
@@ -98,7 +101,8 @@ class PlainItems:
         """Return the value in a tuple, or None if the target keeps its own.
 
         A number that the checkpoint lacks is missing. A switch (a bool or None, such as
-        ``foreach``) is the target's choice then: DeepSpeed's own Adams store none of torch's.
+        ``foreach``) is the target's choice then: DeepSpeed's own Adams store none of torch's. So is
+        what a scheduler has added to the live optimizer: the run that saved may have had none.
         """
         key = item.dest_index.fqn
         target = self.targets.get(key)
@@ -107,7 +111,8 @@ class PlainItems:
         group = self._find_group(key, hyper)
         value = group.fqns if hyper.name in MEMBER_LISTS else group.hyper.get(hyper.name)
         if value is None and hyper.name not in group.hyper:
-            if key in self.targets and (target is None or isinstance(target, bool)):
+            is_own = target is None or isinstance(target, bool) or hyper.name in _OF_SCHEDULERS
+            if key in self.targets and is_own:
                 return None
             self.missing.append(key)
             return None
