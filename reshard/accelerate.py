@@ -21,8 +21,11 @@ from reshard import formats
 from reshard.errors import UnsupportedError, UsageError
 from reshard.formats.request import LiveTarget
 from reshard.formats.target_options import FsdpVersion
+from reshard.live.comparison import Loaded, compare_files
 from reshard.live.files import describe_program
+from reshard.live.memory import iterate_model, iterate_optimizer
 from reshard.live.patched_loads import open_directory
+from reshard.system.attributes import replace_attributes
 
 _STATE_DICT_TYPES = {"FULL_STATE_DICT": "full", "SHARDED_STATE_DICT": "sharded"}
 
@@ -48,7 +51,8 @@ def open_checkpoint(
         The path to pass to ``load_state``.
 
     Raises:
-        ReshardError: on every process, if the source cannot be read, trusted or laid out.
+        ReshardError: on every process, if the source cannot be read, trusted or laid out; in
+            ``load_state``, if a parameter or its optimizer state then differs from the source.
     """
     decided = {
         "to": "accelerate",
@@ -56,10 +60,26 @@ def open_checkpoint(
         "state_dict_type": choose_state_dict_type(accelerator.state),
     }
     target = _describe_program(accelerator)
-    with open_directory(
-        source, decided=decided, given=options, target=target, workers=workers
-    ) as folder:
-        yield str(folder)
+    with open_directory(source, decided=decided, given=options, target=target, workers=workers) as (
+        folder,
+        live,
+    ):
+
+        def load_state(input_dir: str | None = None, *args: Any, **keywords: Any) -> None:
+            type(accelerator).load_state(accelerator, input_dir, *args, **keywords)
+            if str(input_dir) == str(folder):
+                compare_files(_iterate_loaded(accelerator), live)
+
+        with replace_attributes(accelerator, load_state=load_state):
+            yield str(folder)
+
+
+def _iterate_loaded(accelerator: Any) -> Iterator[Loaded]:
+    """Yield what this rank has of the prepared model and of its optimizers."""
+    (model,) = accelerator._models  # noqa: SLF001 - no public name
+    yield from iterate_model(model)
+    for optimizer in accelerator._optimizers:  # noqa: SLF001
+        yield from iterate_optimizer(model, optimizer.optimizer)
 
 
 def choose_state_dict_type(state: Any) -> str:

@@ -22,6 +22,7 @@ from reshard import formats
 from reshard.commands.split.options import SplitOptions
 from reshard.engine.move.on_demand import OnDemandFiles
 from reshard.errors import ReshardError, UnsupportedError
+from reshard.live.comparison import compare_files
 from reshard.live.files import (
     create_names,
     describe_program,
@@ -30,6 +31,7 @@ from reshard.live.files import (
     raise_on_all_ranks,
     read_options,
 )
+from reshard.live.memory import iterate_engine
 from reshard.live.safe_load import load_safely
 from reshard.live.swapped_optimizer import SCALE, load_unread, patch_swap_loading
 from reshard.system.attributes import replace_attributes
@@ -121,6 +123,11 @@ def load_checkpoint(  # noqa: PLR0913 - the arguments of DeepSpeed's method
             )
             _discard_second_partitions(engine)
         raise_on_all_ranks(_find_error(live.files))
+        loads_all = load_optimizer_states and not load_module_only
+        blocks = iterate_engine(
+            engine, has_masters=loads_all or leaves_optimizer, has_slots=loads_all
+        )
+        compare_files(blocks, live)
         return live.report.source, client_state
 
 

@@ -21,6 +21,7 @@ from fractions import Fraction
 from typing import Any
 
 from reshard import formats
+from reshard.checks.identity import Trust
 from reshard.commands.output_options import ValueOptions
 from reshard.core.manifest import Manifest
 from reshard.errors import UnsupportedError, UsageError
@@ -59,7 +60,7 @@ def open_checkpoint(trainer: Any, source: formats.Paths, **options: Any) -> Iter
 
     Raises:
         ReshardError: on every rank, in ``fit``: the source cannot be read or trusted, or belongs to
-            another model.
+            another model, or a parameter or its optimizer state differs from it after the load.
     """
     loader = _StrategyLoader(trainer, source, options)
     with replace_attributes(
@@ -137,6 +138,10 @@ class _StrategyLoader:
             self._load_optimizer()
             _set_schedulers(self._trainer, checkpoint)
 
+    @property
+    def _trust(self) -> Trust:
+        return ValueOptions(**self._options).trust
+
     def _read(self) -> Manifest:
         """Return the checkpoint under the names of the live model."""
         try:
@@ -158,7 +163,7 @@ class _StrategyLoader:
         from reshard.live.dcp.objects import load_model
 
         assert self._manifest is not None
-        load_model(self._trainer.strategy.model, self._manifest, strict=strict)
+        load_model(self._trainer.strategy.model, self._manifest, strict=strict, trust=self._trust)
 
     def _load_optimizer(self) -> None:
         from reshard.live.dcp.objects import load_optimizer
@@ -174,7 +179,8 @@ class _StrategyLoader:
         if self._manifest.unnamed is not None:
             # Before the optimizer existed, its param groups could not tell which numbers are whose.
             self._manifest = self._read()
-        for warning in load_optimizer(self._trainer.strategy.model, optimizers[0], self._manifest):
+        model, trust = self._trainer.strategy.model, self._trust
+        for warning in load_optimizer(model, optimizers[0], self._manifest, trust):
             if self._trainer.is_global_zero:
                 _logger.warning("%s", warning)
 

@@ -17,12 +17,16 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterable, Mapping
 from functools import cache
+from itertools import chain, product
 from typing import Any
 
 from reshard import formats
 from reshard.core.keys import remove_wrappers
+from reshard.core.manifest import Entry, Key
 from reshard.errors import UnsupportedError
+from reshard.live.comparison import compare_read
 from reshard.live.files import raise_on_all_ranks
+from reshard.live.memory import iterate_model, iterate_optimizer, iterate_state_dict
 from reshard.live.source import read_for_model
 from reshard.units import counted, some
 
@@ -66,17 +70,21 @@ def _define_manager() -> Any:
                 super().dcp_load(state_dict, checkpoint_id, from_hf, from_quantized)
                 return
             tensors = self.sd_adapter.to_hf(state_dict) if from_hf else state_dict
-            load_states(tensors, checkpoint_id)
+            read = load_states(tensors, checkpoint_id)
             loaded = self.sd_adapter.from_hf(tensors) if from_hf else tensors
             model = self.states[dcp.MODEL]
             _check_adapted(model.model, state_dict.keys() - loaded.keys())
             model.load_state_dict(loaded)
+            if not from_hf:  # else the adapter has changed names and tensors
+                compare_read(chain(*map(iterate_model, model.model)), read)
 
     return CheckpointManager
 
 
-def load_states(states: dict[str, Any], source: formats.Paths) -> None:
+def load_states(states: dict[str, Any], source: formats.Paths) -> dict[Key, Entry]:
     """Fill torchtitan's states from a checkpoint: tensors through DCP, counters by their names.
+
+    The tensors and the state of the live optimizers are then compared with the checkpoint.
 
     The data loader keeps its own state: torchtitan restores it only at the same number of
     data-parallel ranks.
@@ -85,9 +93,12 @@ def load_states(states: dict[str, Any], source: formats.Paths) -> None:
         states: parameters by fqn, and the objects ``optimizer``, ``lr_scheduler``, ``train_state``
             and ``dataloader``, if they are to be loaded.
 
+    Returns:
+        The entry of the source for each parameter.
+
     Raises:
         ReshardError: on every rank; the source cannot be read or trusted, or belongs to another
-            model.
+            model, or a value differs from it after the load.
     """
     from reshard.live.dcp.objects import fill_model_state, fill_optimizer_state
     from reshard.live.safe_load import load_extra_state
@@ -95,15 +106,19 @@ def load_states(states: dict[str, Any], source: formats.Paths) -> None:
     objects = {name: value for name, value in states.items() if hasattr(value, "load_state_dict")}
     tensors = {name: value for name, value in states.items() if name not in objects}
     manifest = read_for_model(source, tensors)
-    fill_model_state(tensors, manifest)
+    read = fill_model_state(tensors, manifest)
+    compare_read(iterate_state_dict(tensors), read)
     optimizers = objects.pop("optimizer", None)
     if optimizers is not None:
         moments = optimizers.state_dict()
-        fill_optimizer_state(moments, manifest)
+        slots = fill_optimizer_state(moments, manifest)
         optimizers.load_state_dict(moments)
+        pairs = product(optimizers.model_parts, optimizers.optimizers)
+        compare_read(chain(*(iterate_optimizer(*pair) for pair in pairs)), slots)
     extra = load_extra_state(manifest) if objects else {}
     for name, live in objects.items():
         _load_counters(name, live, extra)
+    return read
 
 
 def _check_adapted(parts: Iterable[Any], left_out: Iterable[str]) -> None:

@@ -20,8 +20,11 @@ from typing import Any
 from reshard import formats
 from reshard.accelerate import choose_state_dict_type, find_fsdp_version
 from reshard.errors import UnsupportedError
+from reshard.live.comparison import Loaded, compare_files
 from reshard.live.files import describe_program
+from reshard.live.memory import iterate_engine, iterate_model, iterate_optimizer
 from reshard.live.patched_loads import open_directory
+from reshard.system.attributes import replace_attributes
 from reshard.training.batch import Batch, LiveBatch
 
 __all__ = ["open_checkpoint"]
@@ -46,7 +49,8 @@ def open_checkpoint(
         The path to pass as ``resume_from_checkpoint``.
 
     Raises:
-        ReshardError: on every rank, if the source cannot be read, trusted or laid out.
+        ReshardError: on every rank, if the source cannot be read, trusted or laid out; in
+            ``train``, if a parameter or its optimizer state then differs from the source.
         UnsupportedError: the Trainer trains adapters of PEFT without DeepSpeed.
     """
     if hasattr(trainer.model, "peft_config") and not trainer.is_deepspeed_enabled:
@@ -64,11 +68,30 @@ def open_checkpoint(
         arguments=_list_arguments(trainer.args),
         batch=_find_batch(trainer),
     )
-    with open_directory(
-        source, decided=decided, given=options, target=target, workers=workers
-    ) as folder:
-        (checkpoint,) = folder.glob("checkpoint-*")
-        yield str(checkpoint)
+    with open_directory(source, decided=decided, given=options, target=target, workers=workers) as (
+        folder,
+        live,
+    ):
+        (path,) = folder.glob("checkpoint-*")
+
+        def load(checkpoint: str | None) -> None:
+            # The Trainer calls this last, also where an engine has loaded weights and optimizer.
+            type(trainer)._load_optimizer_and_scheduler(trainer, checkpoint)  # noqa: SLF001 - no public name
+            if checkpoint == str(path):
+                compare_files(_iterate_loaded(trainer), live)
+
+        with replace_attributes(trainer, _load_optimizer_and_scheduler=load):
+            yield str(path)
+
+
+def _iterate_loaded(trainer: Any) -> Iterator[Loaded]:
+    """Yield what this rank has of the Trainer's model and optimizer."""
+    model = trainer.model_wrapped
+    if trainer.is_deepspeed_enabled:
+        yield from iterate_engine(model, has_masters=True, has_slots=True)
+        return
+    yield from iterate_model(model)
+    yield from iterate_optimizer(model, getattr(trainer.optimizer, "optimizer", trainer.optimizer))
 
 
 def _list_arguments(arguments: Any) -> dict[str, int]:
@@ -106,20 +129,21 @@ def _list_groups(trainer: Any, config: Mapping[str, Any] | None) -> Sequence[Map
     """Return the param groups that the Trainer's optimizer has or will have; empty if unknown.
 
     Source: transformers 5.23 ``trainer.py`` (``create_optimizer``) and
-    ``integrations/deepspeed.py`` (``deepspeed_optim_sched``: one group, if the configuration has an
-    optimizer).
+    ``integrations/deepspeed.py`` (``deepspeed_init``: the optimizer is made anew;
+    ``deepspeed_optim_sched``: one group, if the configuration has an optimizer).
     """
     from transformers import Trainer
 
-    if trainer.optimizer is not None:
-        groups: Sequence[Mapping[str, Any]] = trainer.optimizer.param_groups
-        return groups
+    if trainer.optimizer is not None and config is None:
+        return _get_groups(trainer.optimizer)
     named = trainer.model.named_parameters()
     names = {parameter: name for name, parameter in named if parameter.requires_grad}
     if config is not None and "optimizer" in config:
         return [{"params": list(names)}]
-    is_default = type(trainer).create_optimizer is Trainer.create_optimizer
-    if not is_default or trainer.optimizer_cls_and_kwargs is not None:
+    if type(trainer).create_optimizer is not Trainer.create_optimizer:
+        with replace_attributes(trainer, optimizer=None):
+            return _get_groups(trainer.create_optimizer())
+    if trainer.optimizer_cls_and_kwargs is not None:
         return []
     decaying = set(trainer.get_decay_parameter_names(trainer.model))
     rates = {True: trainer.args.weight_decay, False: 0.0}  # whether a group's parameters decay
@@ -130,6 +154,11 @@ def _list_groups(trainer: Any, config: Mapping[str, Any] | None) -> Sequence[Map
         }
         for decays, rate in rates.items()
     ]
+
+
+def _get_groups(optimizer: Any) -> Sequence[Mapping[str, Any]]:
+    groups: Sequence[Mapping[str, Any]] = optimizer.param_groups
+    return groups
 
 
 def _describe_strategy(trainer: Any) -> tuple[dict[str, Any], dict[str, Any] | None]:

@@ -215,6 +215,8 @@ def test_only_the_commands_that_train_start_programs():
 
 WITH_NUMPY = (  # imported by functions only
     "reshard.filesystem",
+    "reshard.live.comparison",
+    "reshard.live.memory",
     "reshard.live.safe_load",
     "reshard.live.swapped_optimizer",
     "reshard.engine.move.cast",

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from reshard import formats
+from reshard.checks.identity import Trust
 from reshard.commands.output import Job
 from reshard.commands.split.command import plan_split
 from reshard.commands.split.options import SplitOptions
@@ -54,11 +55,18 @@ class LiveFiles:
 
     Attributes:
         counters: ``step``, ``skipped_steps`` and ``samples`` of the source; None if not recorded.
+        entries, tied: the tensors of the source that the files have, under the live names.
+        pool: the open files of the source.
+        trust: the option of this name.
     """
 
     files: OnDemandFiles
     report: SplitReport
     counters: Mapping[str, int | None]
+    entries: Mapping[Key, Entry]
+    tied: Mapping[str, str]
+    pool: SourceFiles
+    trust: Trust
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +78,7 @@ class _Planned:
     skeleton: Skeleton
     report: SplitReport
     counters: Mapping[str, int | None]
+    tied: Mapping[str, str]
 
 
 @contextmanager
@@ -102,7 +111,15 @@ def open_live_files(
             on_overflow=options.on_overflow,
             has_checksums=False,
         )
-        yield LiveFiles(files, planned.report, planned.counters)
+        yield LiveFiles(
+            files,
+            planned.report,
+            planned.counters,
+            planned.entries,
+            planned.tied,
+            pool,
+            options.trust,
+        )
 
 
 def read_options(given: Mapping[str, Any], decided: Mapping[str, Any]) -> dict[str, Any]:
@@ -179,9 +196,7 @@ def _name_groups(
 
 def log_report(report: SplitReport) -> None:
     """Write a report to the log, on one rank."""
-    import torch.distributed as dist
-
-    if dist.is_initialized() and dist.get_rank() != 0:
+    if not is_first_rank():
         return
     _, *lines = report.lines()  # the first line states what was written: nothing
     for line in [f"loading {report.source} without a copy on a disk", *lines]:
@@ -222,7 +237,8 @@ def _plan(source: formats.Paths, options: SplitOptions, target: LiveTarget | Non
     needed = {e.key: entries[e.key] for e in skeleton.entries if e.key in entries}
     train = job.manifest.train
     counters = {name: getattr(train, name) for name in ("step", "skipped_steps", "samples")}
-    return _Planned(needed, dict(job.manifest.files), skeleton, job.report, counters)
+    files, tied = dict(job.manifest.files), dict(job.manifest.tied)
+    return _Planned(needed, files, skeleton, job.report, counters, tied)
 
 
 def compute_on_first_rank(compute: Callable[[], _T]) -> _T:
@@ -251,6 +267,13 @@ def compute_on_first_rank(compute: Callable[[], _T]) -> _T:
         raise outcome[1]
     result: _T = outcome[0]
     return result
+
+
+def is_first_rank() -> bool:
+    """Return whether this is rank 0, or the only process."""
+    import torch.distributed as dist
+
+    return not dist.is_initialized() or dist.get_rank() == 0
 
 
 def raise_on_all_ranks(error: ReshardError | None) -> None:

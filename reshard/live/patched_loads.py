@@ -23,7 +23,13 @@ from reshard import formats
 from reshard.commands.split.options import SplitOptions
 from reshard.engine.move.on_demand import OnDemandFiles
 from reshard.formats.request import LiveTarget
-from reshard.live.files import create_names, log_report, open_live_files, read_options
+from reshard.live.files import (
+    LiveFiles,
+    create_names,
+    log_report,
+    open_live_files,
+    read_options,
+)
 from reshard.live.safe_load import load_safely
 from reshard.system.attributes import replace_attributes
 
@@ -133,7 +139,7 @@ def open_directory(
     given: Mapping[str, Any],
     target: LiveTarget,
     workers: int | None,
-) -> Iterator[Path]:
+) -> Iterator[tuple[Path, LiveFiles]]:
     """Open a directory of names, whose content the library loads from memory in this block.
 
     Every rank must enter the block. The report is in the log of rank 0.
@@ -149,4 +155,4 @@ def open_directory(
     with open_live_files(source, options, target, workers=workers) as live:
         log_report(live.report)
         with create_names(live.files) as folder, patch_loads(live.files, folder):
-            yield folder
+            yield folder, live

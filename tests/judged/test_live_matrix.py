@@ -1,4 +1,4 @@
-"""Live loads of real DeepSpeed engines: N ranks to M ranks, N and M of 1 to 4, at each stage."""
+"""Live loads of every library, at other numbers of ranks and into optimizers of another order."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import itertools
 import pytest
 
 from tests.judged.resumed import Resumed, assert_goes_on
-from tests.judges import deepspeed_judge
+from tests.judges import deepspeed_judge, server
 from tests.judges.deepspeed_cases import Case, ds_config
 from tests.support.combinations import choose_combinations
 
@@ -50,3 +50,74 @@ def test_the_state_has_the_same_bits_and_training_goes_on(stage, n, m, saved, lo
     source = saved[stage, n]
     run = Resumed(source.name, f"z{stage}_fp32", m, stage)
     assert_goes_on(run, loaded[f"{stage}-{n}-{m}"], source.parent)
+
+
+# Orders of the parameters in the live optimizer
+
+ORDER_JUDGE = server.Judge("tests.judges.order_worker", "orders", {}, like=server.DEEPSPEED)
+MODEL_ORDER = [[0, 1, 2, 3, 4, 5, 6, 7]]  # weights and biases in turn
+BY_DECAY = [[0, 2, 4, 6], [1, 3, 5, 7]]
+ORDERS = {  # the param groups of the program that loads; those that saved have the model's order
+    "reversed": [[7, 6, 5, 4, 3, 2, 1, 0]],
+    "shuffled": [[6, 1, 4, 7, 0, 3, 2, 5]],  # with the shapes of the model's order
+    "regrouped": [[6, 7, 3], [4, 0, 1, 5, 2]],
+    "exchanged": [[3, 1, 7, 5], [2, 6, 0, 4]],  # the source has weights and biases apart
+}
+ENGINES = {
+    f"z{stage}": (2 if stage else 1, {"how": "deepspeed", "stage": stage}) for stage in STAGES
+}
+NUMBERED = ("accelerate", "hf", "torch")  # whose files number the parameters
+SAVERS = ENGINES | {
+    "round_robin": (2, {**ENGINES["z2"][1], "zero": {"round_robin_gradients": True}}),
+    "dcp": (2, {"how": "dcp"}),
+    "accelerate": (1, {"how": "accelerate"}),
+    "hf": (1, {"how": "hf"}),
+    "torch": (1, {"how": "torch"}),
+}
+LOADERS = {name: how for name, how in SAVERS.items() if name != "torch"} | {
+    "hf_z2": (2, {"how": "hf", "stage": 2}),
+    "lightning": (1, {"how": "lightning"}),
+    "lightning_z1": (2, {"how": "lightning", "stage": 1}),
+    "lightning_z3": (2, {"how": "lightning", "stage": 3}),
+}
+ORDERED = choose_combinations(itertools.product(SAVERS, LOADERS, ORDERS))
+
+
+@pytest.fixture(scope="module")
+def saved_in_order(tmp_path_factory):
+    """Return the directory of the saves with one group and with two, and the next losses."""
+    place = tmp_path_factory.mktemp("saved")
+    jobs = {
+        f"{name}{'_decays' * decays}": (
+            ranks,
+            {**how, "order": BY_DECAY if decays else MODEL_ORDER, "decays": decays},
+        )
+        for name, (ranks, how) in SAVERS.items()
+        for decays in (False, True)
+    }
+    found = ORDER_JUDGE.run(place, jobs)
+    assert all(isinstance(losses, list) for losses in found.values()), found
+    for decays in ("", "_decays"):
+        for name in SAVERS.keys() - {"hf"}:
+            assert found[name + decays] == pytest.approx(found[f"torch{decays}"], rel=1e-6), name
+    return place, found
+
+
+@pytest.fixture(scope="module")
+def loaded_in_order(saved_in_order, tmp_path_factory):
+    jobs = {}
+    for saver, loader, order in ORDERED:
+        (ranks, how), decays = LOADERS[loader], order == "exchanged"
+        source = saved_in_order[0] / f"{saver}{'_decays' * decays}" / "saved"
+        told = {"order": ORDERS[order], "decays": decays, "load": str(source)}
+        told["is_numbered"] = saver in NUMBERED
+        jobs[f"{saver}-{loader}-{order}"] = ranks, {**how, **told}
+    return ORDER_JUDGE.run(tmp_path_factory.mktemp("loaded"), jobs)
+
+
+@pytest.mark.parametrize(("saver", "loader", "order"), ORDERED)
+def test_the_order_of_the_live_optimizer_decides(
+    saver, loader, order, saved_in_order, loaded_in_order
+):
+    wanted = saved_in_order[1]["torch_decays" if order == "exchanged" else "torch"]
+    assert loaded_in_order[f"{saver}-{loader}-{order}"] == pytest.approx(wanted, rel=1e-5)

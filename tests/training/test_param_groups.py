@@ -11,7 +11,7 @@ from reshard.core.chunks import contiguous
 from reshard.core.dtypes import FLOAT32
 from reshard.core.manifest import Entry, Manifest, Origin, ParamGroup, TrainState, index_entries
 from reshard.errors import UsageError
-from reshard.training.param_groups import follow_live, regroup
+from reshard.training.param_groups import follow_live
 from reshard.training.state import build_writable_state
 
 ADAM = {"lr": 0.1, "betas": (0.9, 0.999)}
@@ -33,8 +33,8 @@ def make_entry(fqn, kind, shape):
 
 
 def follow(state, *names):
-    rules = follow_live(state, (ParamGroup({"lr": 0.5}, names),))
-    state, _ = regroup(state, rules)
+    state, _ = follow_live(state, (ParamGroup({"lr": 0.5}, names),))
+    assert state.is_live
     (group,) = state.groups
     assert group.hyper == ADAM
     return group.fqns
@@ -64,9 +64,8 @@ def test_a_live_group_that_joins_different_groups_is_refused_with_what_the_run_c
     parts = [replace(group, members=(member,)) for member in group.members]
     parts[1] = replace(parts[1], hyper={**ADAM, "weight_decay": 0.0})
     state = replace(state, groups=tuple(parts))
-    rules = follow_live(state, (ParamGroup({}, ("a", "b")),))
     with pytest.raises(UsageError, match="does not state weight_decay") as refused:
-        regroup(state, rules)
+        follow_live(state, (ParamGroup({}, ("a", "b")),))
     assert "leave optimizer and scheduler out" in refused.value.remedy
 
 
@@ -75,8 +74,8 @@ def test_a_live_group_of_parameters_without_elements_has_a_value_in_the_schedule
     scheduler = {"base_lrs": [0.1], "_last_lr": [0.05], "last_epoch": 3}
     train = replace(state.manifest.train, scheduler=scheduler)
     state = replace(state, manifest=replace(state.manifest, train=train))
-    rules = follow_live(state, (ParamGroup({}, ("a",)), ParamGroup({"lr": 0.5}, ("empty",))))
-    regrouped, _ = regroup(state, rules)
+    live = (ParamGroup({}, ("a",)), ParamGroup({"lr": 0.5}, ("empty",)))
+    regrouped, _ = follow_live(state, live)
     assert regrouped.manifest.train.scheduler == {
         "base_lrs": [0.1, 0.1],
         "_last_lr": [0.05, 0.05],

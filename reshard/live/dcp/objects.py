@@ -22,27 +22,33 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.distributed.checkpoint.state_dict_loader import load
 
+from reshard.checks.identity import Trust
 from reshard.core.keys import remove_wrappers
-from reshard.core.manifest import BUFFER, WEIGHT_KINDS, Manifest, ParamGroup
+from reshard.core.manifest import BUFFER, PARAM, WEIGHT_KINDS, Entry, Key, Manifest, ParamGroup
 from reshard.errors import DifferentError, UnsupportedError
+from reshard.live.comparison import compare_read
 from reshard.live.dcp.reader import StorageReader
 from reshard.live.dcp.target import GROUPS, STATE, State, split_optimizer_key
+from reshard.live.memory import iterate_model, iterate_optimizer
 from reshard.training.state import build_unnamed_error
 from reshard.units import some
 
+_MODEL, _OPTIMIZER = "model", "optim"  # prefixes of keys
 _NAMED = 5  # names in a message
 # Hyperparameters by parameter, so that the live optimizer may have other param groups. And DCP
 # flattens lists in an older way on an FSDP 1 rank that has no part of some parameter (torch 2.13
 # ``default_planner.py``, ``create_local_plan``), where no checkpoint has their keys.
 _BY_PARAMETER = StateDictOptions(flatten_optimizer_state_dict=True)
-_OF_SCHEDULER = "initial_lr"  # torch's schedulers add it to the param groups
 
 
-def load_model(model: torch.nn.Module, manifest: Manifest, *, strict: bool) -> None:
-    """Fill the parameters and buffers of a model.
+def load_model(
+    model: torch.nn.Module, manifest: Manifest, *, strict: bool, trust: Trust = "sampled"
+) -> None:
+    """Fill the parameters and buffers of a model, and compare them with the checkpoint.
 
     Args:
         strict: refuse a model and a checkpoint that do not have the same parameters.
+        trust: how much is compared.
 
     Raises:
         DifferentError: the checkpoint has parameters that the model lacks; or a value does not fit.
@@ -51,15 +57,21 @@ def load_model(model: torch.nn.Module, manifest: Manifest, *, strict: bool) -> N
     state = get_model_state_dict(model)
     if strict:
         _refuse_unused(manifest, state)
-    fill_model_state(state, manifest, strict=strict)
+    read = fill_model_state(state, manifest, strict=strict)
     set_model_state_dict(model, state, options=StateDictOptions(strict=strict))
+    compare_read(iterate_model(model), read, trust)
 
 
-def fill_model_state(state: dict[str, Any], manifest: Manifest, *, strict: bool = True) -> None:
+def fill_model_state(
+    state: dict[str, Any], manifest: Manifest, *, strict: bool = True
+) -> dict[Key, Entry]:
     """Fill the tensors of a model's state dict.
 
     Args:
         strict: refuse a checkpoint that lacks a name.
+
+    Returns:
+        The entry of the source for each weight, under the names of the state dict.
 
     Raises:
         ReshardError: the checkpoint lacks a name, or a value does not fit.
@@ -75,13 +87,20 @@ def fill_model_state(state: dict[str, Any], manifest: Manifest, *, strict: bool 
             " or load with strict=False (Lightning: module.strict_loading = False)",
         )
     planner = DefaultLoadPlanner(allow_partial_load=not strict)
-    load({"model": state}, storage_reader=_open_reader(manifest), planner=planner)
+    reader = _open_reader(manifest)
+    load({_MODEL: state}, storage_reader=reader, planner=planner)
+    return {
+        (PARAM, key.removeprefix(f"{_MODEL}.")): entry for key, entry in reader.list_read().items()
+    }
 
 
 def load_optimizer(
-    model: torch.nn.Module, optimizer: torch.optim.Optimizer, manifest: Manifest
+    model: torch.nn.Module,
+    optimizer: torch.optim.Optimizer,
+    manifest: Manifest,
+    trust: Trust = "sampled",
 ) -> list[str]:
-    """Fill the state and the param groups of the optimizer of a model.
+    """Fill the state and the param groups of the optimizer of a model, and compare the state.
 
     Returns:
         Warnings about hyperparameters that the optimizer cannot take.
@@ -95,13 +114,14 @@ def load_optimizer(
         fresh = _list_fresh(state, State(manifest))
         own = {key: state.pop(key) for keys in fresh.values() for key in keys}
         live = dict(state)
-        fill_optimizer_state(state, manifest)
+        read = fill_optimizer_state(state, manifest)
         groups = [[names.get(each, "") for each in g["params"]] for g in optimizer.param_groups]
         warnings = _keep_mixed_hyper(state, live, groups)
         set_optimizer_state_dict(model, optimizer, state | own, options=_BY_PARAMETER)
     for parameter, name in names.items():
         if name in fresh:
             optimizer.state.pop(parameter, None)
+    compare_read(iterate_optimizer(model, optimizer), read, trust)
     return warnings
 
 
@@ -176,24 +196,29 @@ def _hide_empty_groups(
         optimizer.param_groups = [next(loaded) if group["params"] else group for group in groups]
 
 
-def fill_optimizer_state(state: dict[str, Any], manifest: Manifest) -> None:
+def fill_optimizer_state(state: dict[str, Any], manifest: Manifest) -> dict[Key, Entry]:
     """Fill a flat state dict of an optimizer: ``state.FQN.SLOT``, ``param_groups.FQN.NAME``.
+
+    Returns:
+        The entry of the source for each slot, under the names of the state dict.
 
     Raises:
         ReshardError: the checkpoint lacks a value, or does not state which parameter it belongs to.
     """
     if manifest.unnamed is not None:
         raise build_unnamed_error(manifest)
-    own = {}
-    if not any(_OF_SCHEDULER in group.hyper for group in manifest.train.param_groups):
-        own = {key: state.pop(key) for key in list(state) if key.endswith(f".{_OF_SCHEDULER}")}
-    load({"optim": state}, storage_reader=_open_reader(manifest))
-    state.update(own)
+    reader = _open_reader(manifest)
+    load({_OPTIMIZER: state}, storage_reader=reader)
+    read: dict[Key, Entry] = {}
+    for key, entry in reader.list_read().items():
+        _, fqn, slot = split_optimizer_key(key.removeprefix(f"{_OPTIMIZER}."))
+        read[slot, fqn] = entry
+    return read
 
 
 def _open_reader(manifest: Manifest) -> StorageReader:
     """Return a reader of a manifest that rank 0 has checked."""
-    return StorageReader(manifest, model="model", optimizer="optim", trust="none")
+    return StorageReader(manifest, model=_MODEL, optimizer=_OPTIMIZER, trust="none")
 
 
 def _refuse_unused(manifest: Manifest, state: Mapping[str, Any]) -> None:

@@ -14,14 +14,16 @@ from torch.futures import Future
 from reshard import formats, naming
 from reshard.checks.identity import Trust, check_identity
 from reshard.core.box import Box
-from reshard.core.manifest import Entry, Manifest
+from reshard.core.manifest import PARAM, Entry, Manifest
 from reshard.errors import UnsupportedError, UsageError
 from reshard.formats import registry
 from reshard.formats.base import Source
 from reshard.formats.values import dequantise
-from reshard.live.dcp.blocks import BlockRead, read, refuse_other_shape
+from reshard.live.comparison import Expected, compare_on_rank
+from reshard.live.dcp.blocks import BlockRead, read, refuse_different_aliases, refuse_other_shape
 from reshard.live.dcp.target import Hyper, Keys, Resolved, State
 from reshard.live.dcp.values import PlainItems
+from reshard.live.memory import iterate_state_dict
 from reshard.model import library
 from reshard.naming.options import NameOptions
 from reshard.naming.published import ModelConfig, choose_form, restore_memory_form
@@ -133,7 +135,8 @@ class StorageReader(storage.StorageReader):
         Raises:
             IncompleteError: the checkpoint lacks a key of the target.
             UsageError: the target's keys or parameter groups do not match the checkpoint's.
-            DifferentError: a dtype cannot be cast, or a value does not fit the target's dtype.
+            DifferentError: a dtype cannot be cast, a value does not fit the target's dtype, or a
+                tensor of the target then differs from the checkpoint.
         """
         values = PlainItems(self._keys, planner)
         jobs = []
@@ -151,10 +154,21 @@ class StorageReader(storage.StorageReader):
                 values.add(item, value)
         values.load()
         with SourceFiles() as pool:
+            refuse_different_aliases(pool, jobs, values.targets)
             read(pool, jobs, planner)
+            # DCP calls nothing of the reader after this. The tensors of `get_state_dict` are those
+            # of the model and of the optimizer, which `set_state_dict` finds by the same names.
+            entries = {(PARAM, key): entry for key, entry in self.list_read().items()}
+            loaded = {key: values.targets[key] for _, key in entries if key in values.targets}
+            compare_on_rank(iterate_state_dict(loaded), Expected(entries, {}), pool, self._trust)
         done: Future[None] = Future()
         done.set_result(None)
         return done
+
+    def list_read(self) -> dict[str, Entry]:
+        """Return the tensors of the source that the last load has read, by the target's keys."""
+        resolved = self._keys.resolved.items()
+        return {key: value for key, value in resolved if isinstance(value, Entry)}
 
     def _resolve(self, item: ReadItem) -> Resolved:
         key = item.storage_index.fqn
