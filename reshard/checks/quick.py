@@ -19,6 +19,7 @@ from reshard.checks import names
 from reshard.checks.identity import compare_claims
 from reshard.checks.identity.claims import mask_digits
 from reshard.checks.identity.counters import find_counter_conflicts
+from reshard.checks.identity.crosscheck import compare_masters, find_negative
 from reshard.checks.result import Check, not_applicable
 from reshard.containers.json_files import read_json_object
 from reshard.core.box import Index
@@ -31,6 +32,7 @@ from reshard.model.published import Published
 from reshard.state_dict.assemble import ANOTHER
 from reshard.system.paths import as_path
 from reshard.training import optimizers
+from reshard.training.completeness import find_impossible_settings, find_lost_state
 from reshard.units import counted, some
 
 _DIGITS = re.compile(r"\d+")
@@ -127,10 +129,15 @@ def check_ranks(manifest: Manifest) -> Check:
     The claims are about ranks, steps and saves.
     """
     compared = compare_claims(manifest.files)
-    if not compared.evidence:
+    sample = compare_masters(manifest, every_element=False)
+    if not compared.evidence and not sample.elements:
         return not_applicable(names.RANKS, "no file states its rank or save")
-    check = Check(names.RANKS, ", ".join(compared.evidence), exit_code=3)
+    masters = f"{counted(sample.elements, 'element')} of weights equal those of their masters"
+    text = ", ".join([*compared.evidence, *[masters] * bool(sample.elements)])
+    check = Check(names.RANKS, text, exit_code=3)
     check.failures += [f"{each.file}: {each.problem}" for each in compared.conflicts]
+    if not compared.conflicts:  # files of other ranks have other values, too
+        check.failures += [f"{each.file}: {each.problem}" for each in sample.unequal]
     return check
 
 
@@ -243,15 +250,22 @@ def _collect_states(manifest: Manifest) -> dict[str, dict[str, Entry]]:
 
 
 def check_slots(manifest: Manifest) -> Check:
-    """Check that every trained parameter has each slot that the others of its group have.
+    """Check that an optimizer's state is whole: each slot that the others of the group have.
 
     A parameter without slots was never updated, and is not reported. Some optimizers keep other
     slots for parameters of other shapes (Adafactor, 8-bit states): a parameter lacks a slot only if
     its slots are a proper subset of those of another parameter.
     """
     states = _collect_states(manifest)
-    lost = _list_unassigned(manifest)
-    if not states and not lost:
+    unassigned = _list_unassigned(manifest)
+    why = f": {manifest.unnamed.reason}" if manifest.unnamed else ""
+    wrong = [*find_impossible_settings(manifest), *find_negative(manifest)]
+    failures = [
+        *wrong,
+        *(f"the optimizer has {lost}" for lost in find_lost_state(manifest)),
+        *(f"optimizer {name!r} is not assigned to parameters{why}" for name in unassigned),
+    ]
+    if not states and not failures:
         is_stored = manifest.unnamed_optimizers or manifest.unnamed
         reason = "the states of the optimizer are not assigned to parameters"
         return not_applicable(
@@ -260,9 +274,8 @@ def check_slots(manifest: Manifest) -> Check:
     shapes = manifest.weight_shapes
     slot_names = list(dict.fromkeys(kind for kinds in states.values() for kind in kinds))
     slot_text = ", ".join(slot_names) or "no slots"
-    check = Check(names.SLOTS, f"{slot_text} of {counted(len(states), 'parameter')}")
-    why = f": {manifest.unnamed.reason}" if manifest.unnamed else ""
-    check.failures += [f"optimizer {name!r} is not assigned to parameters{why}" for name in lost]
+    text = f"{slot_text} of {counted(len(states), 'parameter')}"
+    check = Check(names.SLOTS, text, failures, exit_code=3 if wrong else 1)
     for members in _group_by_settings(manifest, list(states)):
         slots = {fqn: _classify_slots(states[fqn], shapes.get(fqn)) for fqn in members}
         # Reversed, so that the message names the first of several parameters with the same slots.

@@ -17,6 +17,7 @@ from reshard.commands.options import ReportOptions
 from reshard.commands.page import check_page, write_page
 from reshard.core.manifest import BUFFER, MASTER, PARAM, WEIGHT_KINDS, Entry, Manifest
 from reshard.options import option
+from reshard.training.completeness import find_impossible_settings, find_lost_state
 
 if TYPE_CHECKING:
     from reshard.html.page import Page
@@ -103,10 +104,12 @@ class Inspection(Report):
 
     @property
     def warnings(self) -> list[str]:
-        """The warnings of the reader, and contradictions between files and between counters."""
+        """The warnings of the reader, contradictions, and state of the optimizer that was lost."""
         conflicts = (f"{each.file}: {each.problem}" for each in find_conflicts(self.manifest.files))
         counters = find_counter_conflicts(self.manifest)
-        return [*self.manifest.warnings, *conflicts, *counters]
+        lost = (f"the optimizer has {each}" for each in find_lost_state(self.manifest))
+        odd = find_impossible_settings(self.manifest)
+        return [*self.manifest.warnings, *conflicts, *counters, *lost, *odd]
 
     @property
     def frozen(self) -> list[str]:

@@ -108,7 +108,7 @@ def convert(
         manifest, occupied = _open_source(sources, output, options, beside)
         if occupied is not None and not (is_stamped or options.resume):
             raise occupied
-        identity = check_identity(manifest, options.trust)
+        identity = check_identity(manifest, options.trust, optimizer=kinds is None)
         with replicas.average_replicas(manifest, options.replicas, kinds) as (averaged, means):
             job = prepare(averaged, output, means)
             report = job.report

@@ -2,7 +2,7 @@
 
 state         the state that targets write: weights, optimizer groups and their members
 optimizers    the table of known optimizers: slots and step counters of each
-completeness  the proof that an optimizer's state fits its weights
+completeness  the proof that an optimizer's state fits its weights and is whole
 shared_scalars
               0-d optimizer values of a flat tensor, which its members share
 param_groups  param groups that the user gives

@@ -1,12 +1,13 @@
-"""Prove that an optimizer's state fits its weights: slots of the right shapes.
+"""Prove that an optimizer's state fits its weights, and that no part of it was lost.
 
-The proof needs only the manifest, so it covers every format, and every command that reads one.
+This needs only the manifest, so it covers every format, and every command that reads one.
 """
 
 from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping
+from math import isnan
 from typing import Any
 
 from reshard.core.box import Index
@@ -14,16 +15,24 @@ from reshard.core.manifest import (
     BUFFER,
     MASTER,
     PARAM,
+    WEIGHT_KINDS,
     Entry,
     Manifest,
+    ParamGroup,
     advise_weights_alone,
 )
-from reshard.errors import CorruptError
-from reshard.training import optimizers
+from reshard.errors import ALTERED, CorruptError, IncompleteError, shown
+from reshard.training import loss_scale, optimizers
+from reshard.units import some
 
 # GaLore, APOLLO and Fira keep the moments of a gradient that they project to this rank, under the
 # names of Adam's. Sources: galore-torch 1.0 ``adamw.py``, apollo-torch 1.0 ``apollo.py``.
 _PROJECTED = "rank"
+_REMEDY = (
+    "fetch the checkpoint again; if the run never had this state, pass --trust none, or read only"
+    " the weights"
+)
+_FLAT_STAGES = (1, 2, 3)  # of ZeRO: a gradient of zeros stands for that of an unused parameter
 
 
 def check_state(manifest: Manifest) -> None:
@@ -67,6 +76,101 @@ def find_misshapen(manifest: Manifest) -> Iterator[tuple[Entry, Index]]:
             for entry, shape in found:
                 if kind == MASTER or not _may_differ(entry, shape, manifest, hypers):
                     yield entry, shape
+
+
+def check_optimizer(manifest: Manifest) -> None:
+    """Check that no part of the optimizer's state was lost, and that its settings are possible.
+
+    Raises:
+        IncompleteError: a part is missing.
+        CorruptError: a setting is not a value that an optimizer can have.
+    """
+    for lost in find_lost_state(manifest):
+        raise IncompleteError(manifest.origin.path, f"the optimizer has {lost}", _REMEDY)
+    for odd in find_impossible_settings(manifest):
+        raise CorruptError(manifest.origin.path, odd, ALTERED)
+
+
+def find_impossible_settings(manifest: Manifest) -> Iterator[str]:
+    """Yield the settings of param groups that no optimizer accepts: a NaN, or a beta above 1."""
+    for number, group in enumerate(manifest.train.param_groups):
+        for name, value in group.hyper.items():
+            numbers = [
+                n
+                for n in (value if isinstance(value, (list, tuple)) else [value])
+                if isinstance(n, float)
+            ]
+            is_beta = name.startswith("beta") and "decay" not in name
+            if any(isnan(n) or (is_beta and not 0 <= n <= 1) for n in numbers):
+                yield f"{name} of param group {number} is {shown(value)}"
+
+
+def find_lost_state(manifest: Manifest) -> Iterator[str]:
+    """Yield what the optimizer must have, but has not, by its own counters and other slots.
+
+    A parameter without state may have been frozen or never used. But an optimizer that has made
+    updates has some state, what counts its updates has the slots that they made, an Adam has both
+    moments, and ZeRO, which updates flat tensors, has those of every parameter.
+    """
+    slots = _collect_slots(manifest)
+    for group in manifest.train.param_groups:
+        yield from _find_missing_slots(manifest, group, slots)
+    keeping = [g for g in manifest.train.param_groups if optimizers.keeps_state(g.hyper)]
+    fqns = [fqn for group in keeping for fqn in group.fqns]
+    idle = [fqn for fqn in fqns if not slots.get(fqn) and _has_elements(manifest, fqn)]
+    counted = [fqn for fqn in idle if manifest.train.optimizer_step.get(fqn)]
+    updates = _count_updates(manifest)
+    if counted:
+        yield f"no state of {some(counted)}, but its number of updates"
+    elif not updates or not (idle or keeping):
+        return
+    elif not any(slots.values()) and not (manifest.unnamed or manifest.unnamed_optimizers):
+        yield f"no state of any parameter after {updates:g} updates"
+    elif idle and manifest.origin.zero_stage in _FLAT_STAGES:
+        yield f"no state of {some(idle)}, but of other parameters, which ZeRO updates with them"
+
+
+def _collect_slots(manifest: Manifest) -> dict[str, set[str]]:
+    """Return the slots of each parameter, under all names of a tied one."""
+    slots = defaultdict[str, set[str]](set)
+    for entry in manifest.entries.values():
+        if entry.kind not in WEIGHT_KINDS:
+            slots[entry.fqn].add(entry.kind)
+    for fqn, kept in manifest.train.non_tensor_state.items():
+        slots[fqn].update(kept)
+    slots |= {alias: slots[kept] for alias, kept in manifest.tied.items() if kept in slots}
+    return slots
+
+
+def _find_missing_slots(
+    manifest: Manifest, group: ParamGroup, slots: Mapping[str, set[str]]
+) -> Iterator[str]:
+    """Yield the moments that an Adam has not, each once with the parameters."""
+    lacking = defaultdict[str, list[str]](list)
+    for fqn in group.fqns:
+        if own := slots.get(fqn):
+            missing = optimizers.find_missing_of_adam(own, group.hyper, 0)
+            if missing is not None and _has_elements(manifest, fqn):
+                lacking[missing].append(fqn)
+    for slot, fqns in lacking.items():
+        yield f"no {slot} of {some(fqns)}, but other state of Adam"
+
+
+def _has_elements(manifest: Manifest, fqn: str) -> bool:
+    kept = manifest.kept_name(fqn)
+    stored = (manifest.entries.get((kind, kept)) for kind in (PARAM, MASTER))
+    return any(entry is not None and entry.numel for entry in stored)
+
+
+def _count_updates(manifest: Manifest) -> float:
+    """Return how many updates the run has certainly made.
+
+    A scaler of torch does not state how many steps it has skipped.
+    """
+    train = manifest.train
+    if train.skipped_steps is None and not loss_scale.is_idle(train.scaler):
+        return max(train.optimizer_step.values(), default=0)
+    return train.updates or 0
 
 
 def _index_hypers(manifest: Manifest) -> dict[str, Mapping[str, Any]]:

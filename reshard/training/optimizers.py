@@ -68,6 +68,9 @@ _OF_ADAM = {"betas", "eps"}  # hyper-parameters
 # "bias_correction", and those of FusedLamb, which scales updates, "max_coeff" as well (DeepSpeed
 # 0.19.8 ops/lamb/fused_lamb.py). RAdam and NAdam of torch 2.13 have neither of the first two.
 _ADAM_ALONE = ("amsgrad", "bias_correction")
+# Hyper-parameters of optimizers that always keep state: Adam and its relatives, RMSprop, Adadelta,
+# Adagrad, Rprop and ASGD of torch 2.13.
+_OF_STATE = ("betas", "centered", "rho", "initial_accumulator_value", "etas", "lambd")
 _RELATIVES = ("max_coeff", "momentum_decay")
 ROWS = (
     OptimizerTraits(
@@ -222,6 +225,15 @@ def is_adam(hyper: Mapping[str, Any]) -> bool:
     """Return whether a param group is that of an Adam or AdamW, and of none of their relatives."""
     named = any(name in hyper for name in _ADAM_ALONE)
     return named and not any(name in hyper for name in _RELATIVES)
+
+
+def keeps_state(hyper: Mapping[str, Any]) -> bool:
+    """Return whether an optimizer of these hyper-parameters has state after its first update.
+
+    >>> keeps_state({"lr": 1, "betas": (0.9, 0.99)}), keeps_state({"lr": 1, "momentum": 0})
+    (True, False)
+    """
+    return bool(hyper.get("momentum")) or any(name in hyper for name in _OF_STATE)
 
 
 def is_of_bitsandbytes(slots: Collection[str]) -> bool:

@@ -12,7 +12,8 @@ from typing import Literal
 
 from reshard.checks.identity.claims import Conflict, compare_claims, find_conflicts
 from reshard.core.manifest import Manifest, SourceFile
-from reshard.errors import CorruptError
+from reshard.errors import ALTERED, CorruptError
+from reshard.training.completeness import check_optimizer
 from reshard.units import counted
 
 __all__ = [
@@ -70,25 +71,32 @@ def refuse_conflicts(files: Mapping[str, SourceFile]) -> list[str]:
     return compared.evidence
 
 
-def check_identity(manifest: Manifest, trust: Trust = "sampled") -> Identity:
+def check_identity(
+    manifest: Manifest, trust: Trust = "sampled", *, optimizer: bool = True
+) -> Identity:
     """Check that all files of a checkpoint are of one save, each under the name of its own rank.
 
     Args:
         trust: ``sampled`` compares the claims of all files and about a hundred elements of each
             weight that is stored in two precisions; ``full`` compares all elements of such
             weights; ``none`` compares nothing.
+        optimizer: whether the values of its slots are used.
 
     Raises:
+        IncompleteError: a part of the optimizer's state was lost.
         CorruptError: two files make claims that cannot both be true, or hold different values for
-            the same weight.
+            the same weight; or the optimizer has impossible settings or means of squares.
     """
     if trust == "none":
         return Identity(trust)
+    check_optimizer(manifest)
     evidence = refuse_conflicts(manifest.files)
-    from reshard.checks.identity.crosscheck import compare_masters
+    from reshard.checks.identity.crosscheck import compare_masters, find_negative
 
     compared = compare_masters(manifest, every_element=trust == "full")
     if compared.unequal:
         first = compared.unequal[0]
         raise CorruptError(first.file, first.problem, _REMEDY)
+    for problem in find_negative(manifest) if optimizer else ():
+        raise CorruptError(manifest.origin.path, problem, ALTERED)
     return Identity(trust, evidence, compared.elements)

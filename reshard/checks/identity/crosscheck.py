@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import zlib
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import PurePath
 from typing import TYPE_CHECKING, Any
@@ -22,7 +22,9 @@ from reshard.engine.move import compiled
 from reshard.engine.move.fill import fill, group_into_batches
 from reshard.engine.planning.copies import Copy, CopyPlanner
 from reshard.quantised.remainders import is_computed, round_ties_as_stored
+from reshard.system.derived import Derived
 from reshard.system.files import SourceFiles
+from reshard.training.optimizers import NEVER_NEGATIVE
 from reshard.units import counted
 
 if TYPE_CHECKING:
@@ -103,6 +105,37 @@ def compare_masters(manifest: Manifest, *, every_element: bool) -> Compared:
     return result
 
 
+def find_negative(manifest: Manifest) -> Iterator[str]:
+    """Yield the means of squares that are below zero in a sample of a stored block."""
+    samples = (
+        (entry, chunk.file, CopyPlanner(replace(entry, chunks=(chunk,))), chunk)
+        for entry in manifest.entries.values()
+        if entry.kind in NEVER_NEGATIVE and entry.dtype.family == "float"
+        for chunk in _list_distinct_blocks(entry)
+        if chunk.box.volume and not isinstance(chunk.file, Derived)
+    )
+    with SourceFiles() as pool:
+        for batch in group_into_batches(samples, lambda _: _SAMPLED, _BATCH):
+            blocks = [
+                planner.plan_block(_choose_box(entry.fqn, chunk), entry.dtype).copies
+                for entry, _, planner, chunk in batch
+            ]
+            _prefetch(pool, blocks)
+            for (entry, file, _, _), copies in zip(batch, blocks, strict=True):
+                if _has_negative(_read(pool, [copies], entry.dtype), entry.dtype):
+                    yield f"{file}: the {entry.kind} of {entry.fqn!r} is below zero"
+
+
+def _has_negative(values: bytearray, dtype: DType) -> bool:
+    """Return whether a number is below zero; -0.0 is not."""
+    size = dtype.itemsize
+    if max(values[size - 1 :: size], default=0) < 1 << 7:  # no sign bit is set
+        return False
+    zero = bytes([*bytes(size - 1), 1 << 7])
+    numbers = (values[at : at + size] for at in range(0, len(values), size))
+    return any(number[-1] >= 1 << 7 and number != zero for number in numbers)
+
+
 def _choose_samples(manifest: Manifest, *, every_element: bool) -> Iterator[_Sample]:
     """Yield the boxes to compare, of each weight of the module that has a master weight."""
     for weight in manifest.of_kind(PARAM):
@@ -157,12 +190,7 @@ def _choose_box(fqn: str, chunk: Chunk) -> Box:
 
 def _compare(pool: SourceFiles, batch: Sequence[_Sample]) -> list[bool]:
     """Return for each sample whether its weights are the cast of its master weights."""
-    pool.prefetch(
-        (copy.file, copy.byte_offset, copy.numel * copy.dtype.itemsize)
-        for sample in batch
-        for copy in (*sample.master, *sample.weight)
-        if copy.is_run
-    )
+    _prefetch(pool, (copies for sample in batch for copies in (sample.master, sample.weight)))
     groups: dict[tuple[DType, DType], list[int]] = defaultdict(list)
     for number, sample in enumerate(batch):
         groups[sample.dtypes].append(number)
@@ -176,6 +204,15 @@ def _compare(pool: SourceFiles, batch: Sequence[_Sample]) -> list[bool]:
             start, stop = stop, stop + batch[number].box.volume
             equal[number] = not any(different[start:stop])
     return equal
+
+
+def _prefetch(pool: SourceFiles, blocks: Iterable[Sequence[Copy]]) -> None:
+    pool.prefetch(
+        (copy.file, copy.byte_offset, copy.numel * copy.dtype.itemsize)
+        for copies in blocks
+        for copy in copies
+        if copy.is_run
+    )
 
 
 def _read(pool: SourceFiles, blocks: Sequence[Sequence[Copy]], dtype: DType) -> bytearray:
