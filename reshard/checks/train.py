@@ -11,14 +11,25 @@ from reshard.training import loss_scale
 from reshard.training.trainer_run import TrainerRun, is_document
 from reshard.units import some
 
+# Settings of torch's and of DeepSpeed's optimizers that decide what an update does.
+_OF_UPDATES = frozenset(
+    "lr betas weight_decay eps momentum dampening nesterov alpha lambd amsgrad maximize centered"
+    " bias_correction decoupled_weight_decay".split()
+)
+
 
 @dataclass(frozen=True, slots=True)
 class StateDifference:
-    """A value that differs between the two sides; None if a side lacks it."""
+    """A value that differs between the two sides; None if a side lacks it.
+
+    Args:
+        steers_updates: whether it is a setting of the optimizer from which updates are computed.
+    """
 
     name: str
     a: Any
     b: Any
+    steers_updates: bool = False
 
     @property
     def only(self) -> str:
@@ -147,7 +158,8 @@ def _compare_hyperparameters(a: TrainState, b: TrainState) -> Iterator[StateDiff
             if key in right and _normalize(left[key]) != _normalize(right[key]):
                 differences.setdefault((key, repr(left[key]), repr(right[key])), []).append(fqn)
     for (key, left_text, right_text), fqns in differences.items():
-        yield StateDifference(f"{key} of {some(fqns, 1)}", left_text, right_text)
+        name = f"{key} of {some(fqns, 1)}"
+        yield StateDifference(name, left_text, right_text, key in _OF_UPDATES)
 
 
 def _index_by_parameter(train: TrainState) -> dict[str, Mapping[str, Any]]:

@@ -186,6 +186,23 @@ def _has_step(line: bytes) -> bool:
     return isinstance(value, dict) and "step" in value and "loss" in value
 
 
+_NOISE = {4: 1e-6, 2: 1e-4}  # bytes of an element -> what other orders of sums are known to do
+_FACTOR = 8.0  # between the noise of a rounded copy and that of other ranks
+MOST = 1e-2
+
+
+def choose_tolerance(noise: Distance | None, itemsize: int) -> float:
+    """Return the tolerance of losses at other ranks, from the noise that was measured.
+
+    Args:
+        noise: the distance of two undamaged continuations, one with its weights rounded; None if it
+            was not measured.
+        itemsize: of the dtype in which the model was trained. Autocast is not known, and measured.
+    """
+    floor = _NOISE.get(min(itemsize, 4), max(_NOISE.values()))
+    return min(max(floor, _FACTOR * noise.max_rel if noise else floor), MOST)
+
+
 def compare(unbroken: Series, resumed: Series) -> Trajectory:
     """Compare two runs at the steps that both logged.
 

@@ -214,7 +214,7 @@ def _list_resume_rows(document: Document) -> list[tuple[str, str]]:
         ("Ranks", str(document["ranks"])),
         ("Step", "" if step is None else str(step)),
         ("Continued", f"{document['steps']} steps"),
-        ("Tolerance", f"{document['rtol']:g}, relative, of losses"),
+        ("Tolerance", f"{document['rtol']:.2g}, relative, of losses"),
         ("Control", _show_control(control) if control else "not run (--control)"),
         ("Time", f"{document['seconds']:.1f} s"),
     ]
@@ -222,11 +222,11 @@ def _list_resume_rows(document: Document) -> list[tuple[str, str]]:
 
 
 def _show_control(control: Document) -> str:
-    """Return a sentence: whether the losses of these steps would reveal a lost optimizer."""
+    """Return a sentence: whether the losses of these steps would reveal a lost moment."""
     noticed = "noticed" if control["noticed"] else "NOT noticed: these steps show nothing"
     far = _find_max_relative(control["trajectory"], "loss")
     distance = f", by {far:.2g} relative" if isinstance(far, float) else ""
-    return f"a zeroed optimizer is {noticed}{distance}"
+    return f"{control['wiped']} set to zero is {noticed}{distance}"
 
 
 def _read_series(run: Document) -> dict[str, Any]:
@@ -284,7 +284,11 @@ def _build_layouts_table(targets: Sequence[Document]) -> PageTable:
 
 def _build_runs_table(document: Document) -> PageTable:
     """Build the table of the programs: the unbroken run, one for each layout, and the control."""
-    control = [("control", document["control"]["run"])] if document["control"] else []
+    control = [
+        (name, document[key]["run"])
+        for key, name in (("noise", "unbroken, weights rounded"), ("control", "control"))
+        if document[key]
+    ]
     resumed_runs = [(target["name"], target["run"]) for target in document["targets"]]
     named = [("unbroken", document["unbroken"]), *resumed_runs, *control]
     names, runs = zip(*named, strict=True)

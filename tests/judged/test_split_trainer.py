@@ -274,6 +274,8 @@ def test_the_arguments_of_the_report_keep_samples_and_losses(name, batches):
 def test_the_report_says_which_optimizer_deepspeed_may_not_make(written):
     report, _ = written["ddp as deepspeed"]
     assert any("leave optimizer and scheduler out" in text for text in report.notes)
+    clips = {name: any("1.0 by default" in t for t in written[name][0].notes) for name in RESUMED}
+    assert [name for name, is_told in clips.items() if is_told] == ["ddp as deepspeed"]
 
 
 def test_a_missing_trainer_state_is_created(made, tmp_path):

@@ -28,14 +28,22 @@ from reshard.commands.reading import Meter
 from reshard.commands.resume_check.options import ResumeCheckOptions
 from reshard.commands.resume_check.program import (
     choose_program,
+    copy_loadable,
     locate_log,
     make_loadable,
 )
-from reshard.commands.resume_check.report import ControlRun, LayoutResult, ProgramRun, ResumeReport
+from reshard.commands.resume_check.report import (
+    ControlRun,
+    LayoutResult,
+    NoiseRun,
+    ProgramRun,
+    ResumeReport,
+)
 from reshard.commands.split.command import split
 from reshard.commands.split.options import SplitOptions
 from reshard.commands.split.report import SplitReport
-from reshard.core.manifest import Manifest
+from reshard.core import dtypes
+from reshard.core.manifest import Manifest, find_most_common_dtype
 from reshard.engine.output.destination import check_destination
 from reshard.engine.output.temporary import temporary
 from reshard.errors import (
@@ -43,6 +51,7 @@ from reshard.errors import (
     DifferentError,
     IncompleteError,
     NotRunError,
+    UnsupportedError,
     UsageError,
 )
 from reshard.formats import registry
@@ -166,10 +175,11 @@ class _ResumeCheck:
             step=self._program.step,
             steps=options.steps,
             require=options.require,
-            rtol=options.rtol,
             unbroken=unbroken,
             options=options.given(),
         )
+        if options.rtol is None:
+            report.noise = self._measure_noise(unbroken)
         if self._program.step is None and not options.control:
             report.notes.append(
                 "the checkpoint states no step, so these runs do not show that the program loaded"
@@ -200,10 +210,7 @@ class _ResumeCheck:
         if given is not None:
             series = self._select_steps(trajectory.read(given))
             return ProgramRun("unbroken", self.ranks, series=series)
-        folder = self._make_folder("unbroken")
-        checkpoint = make_loadable(self._manifest, folder)
-        stage = self._manifest.origin.zero_stage
-        run = self._run("unbroken", checkpoint, folder, self.ranks, stage)
+        run = self._continue_source("unbroken")
         if run.failure:
             kind = IncompleteError if run.ended else NotRunError
             raise kind(
@@ -213,6 +220,12 @@ class _ResumeCheck:
                 output=run.last_lines,
             )
         return run
+
+    def _continue_source(self, name: str) -> ProgramRun:
+        """Resume from the source as it is."""
+        folder = self._make_folder(name.replace(", ", "-"))
+        checkpoint = make_loadable(self._manifest, folder)
+        return self._run(name, checkpoint, folder, self.ranks, self._manifest.origin.zero_stage)
 
     def _select_steps(self, series: Series) -> Series:
         """Return the part of a longer log with the steps that the resumed runs make."""
@@ -247,16 +260,51 @@ class _ResumeCheck:
             shutil.rmtree(checkpoint)  # so that the disk needs room for one layout only
         return LayoutResult(run, written, state, _compare_losses(unbroken, run))
 
+    def _measure_noise(self, unbroken: ProgramRun) -> NoiseRun:
+        """Continue once more, from a copy whose weights are rounded, for the tolerance.
+
+        Another order of sums rounds differently, and training amplifies what it changes. The log
+        of an earlier run does not show what a resume in this program loses, so a continuation is
+        compared with another one.
+        """
+        if not unbroken.command:
+            unbroken = self._continue_source("unbroken, again")
+        manifest, folder = self._manifest, self._make_folder("unbroken-weights-rounded")
+        weights = (entry.dtype for entry in manifest.select_weights().values())
+        names = [manifest.origin.precision or find_most_common_dtype(weights) or "float32"]
+        names += [each.options.dtype for each in self._layouts if each.options.dtype]
+        precision = min(map(dtypes.parse, names), key=lambda dtype: dtype.itemsize)
+        rounded = 0
+        try:
+            checkpoint, copied = copy_loadable(manifest, folder)
+            rounded = control.round_weights(copied)
+        except UnsupportedError:
+            link = folder / "link"
+            link.mkdir()
+            checkpoint = make_loadable(manifest, link)
+        run = self._run(
+            "unbroken, weights rounded",
+            checkpoint,
+            folder,
+            self.ranks,
+            manifest.origin.zero_stage,
+        )
+        for each in folder.iterdir():
+            if each.is_dir():
+                shutil.rmtree(each)  # it must never be used for training
+        return NoiseRun(run, rounded, precision, _compare_losses(unbroken, run))
+
     def _run_control(self, layout: _PlannedLayout, unbroken: ProgramRun) -> ControlRun:
-        """Resume from a copy whose optimizer state is wiped."""
+        """Resume from a copy that lacks one moment."""
         folder = self._make_folder("control")
         checkpoint = folder / "checkpoint"
         split(self._source, checkpoint, layout.options)
         model, wrap = layout.options.model, layout.options.wrap
-        wiped = control.wipe_optimizer(formats.read(checkpoint, model=model, wrap=wrap))
+        wiped = control.wipe_moment(formats.read(checkpoint, model=model, wrap=wrap))
         run = self._resume_layout(layout, checkpoint, folder)
         shutil.rmtree(checkpoint)  # it must never be used for training
-        return ControlRun(run, wiped, _compare_losses(unbroken, run))
+        name = f"{wiped.kind} of {wiped.fqn}"
+        return ControlRun(run, name, _compare_losses(unbroken, run))
 
     def _resume_layout(self, layout: _PlannedLayout, checkpoint: Path, folder: Path) -> ProgramRun:
         planned = layout.planned

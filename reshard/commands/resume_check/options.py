@@ -44,14 +44,18 @@ class ResumeCheckOptions(LayoutOptions, ValueOptions):
         unset="python -m trainer",
     )
     require: Level = _run("trajectory", "Level that every layout must reach for exit code 0.")
-    rtol: float = _run(1e-3, "Relative tolerance of losses for the level trajectory.")
+    rtol: float | None = _run(
+        None,
+        "Relative tolerance of losses for the level trajectory.",
+        unset="measured with one more run",
+    )
     unbroken: Path | None = _run(
         None,
         "Log of the run that saved SOURCE and continued.",
         metavar="LOG",
         unset="continue from SOURCE now",
     )
-    control: bool = _run(False, "Also check that the losses would show a lost optimizer state.")
+    control: bool = _run(False, "Also check that the losses would show the loss of one moment.")
     timeout_s: float = _run(3600.0, "Time limit of each run, in seconds.", flags=("--timeout",))
     keep: Path | None = _run(None, "Keep checkpoints, logs and outputs in DIR.", metavar="DIR")
 
@@ -62,7 +66,7 @@ class ResumeCheckOptions(LayoutOptions, ValueOptions):
             UsageError: a value is not allowed; the message names the option.
         """
         super().__post_init__()
-        if self.timeout_s <= 0 or not 0 <= self.rtol < 1:
+        if self.timeout_s <= 0 or not 0 <= (self.rtol or 0.0) < 1:
             raise UsageError(
                 f"rtol={self.rtol}, timeout={self.timeout_s}",
                 "expected a tolerance of at least 0 and below 1, and a positive time",

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import shutil
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from reshard.commands import programs
 from reshard.commands.split.report import SplitReport
-from reshard.core.manifest import Manifest
-from reshard.errors import UsageError
+from reshard.core.chunks import Chunk
+from reshard.core.manifest import MASTER, PARAM, Manifest
+from reshard.errors import UnsupportedError, UsageError
 from reshard.formats import registry
 from reshard.training import trainer_run
 
@@ -103,6 +105,41 @@ def _choose_flags(planned: SplitReport, strategy: str) -> list[str]:
             "choose deepspeed, fsdp or accelerate, or pass your own --command",
         )
     return flags
+
+
+def copy_loadable(manifest: Manifest, folder: Path) -> tuple[Path, Manifest]:
+    """Copy the source into ``folder``; return the path that its framework loads, and its manifest.
+
+    Raises:
+        UnsupportedError: files of the source are elsewhere.
+    """
+    path, latest = Path(manifest.origin.path).resolve(), registry.describe_source(manifest).pointer
+    target = folder / (path.parent.name if latest else "checkpoint")
+    copied = target / path.name if latest or path.is_file() else target
+    if path.is_dir():
+        shutil.copytree(path, copied)
+    else:
+        target.mkdir()
+        shutil.copy2(path, copied)
+    if latest:
+        for each in path.parent.iterdir():
+            if each.is_file():
+                shutil.copy2(each, target)
+        (target / latest).write_text(path.name)
+
+    def replace_path(chunk: Chunk) -> Chunk:
+        below = Path(chunk.file).resolve().relative_to(path)
+        return replace(chunk, file=str(copied / below))
+
+    try:
+        entries = [
+            replace(entry, chunks=tuple(map(replace_path, entry.chunks)))
+            for entry in manifest.entries.values()
+            if entry.kind in (PARAM, MASTER)
+        ]
+    except ValueError as error:
+        raise UnsupportedError(path, f"has files elsewhere: {error}") from error
+    return target if path.is_dir() else copied, manifest.with_entries(entries)
 
 
 def make_loadable(manifest: Manifest, folder: Path) -> Path:

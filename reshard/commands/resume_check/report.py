@@ -6,12 +6,21 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
 
-from reshard.checks.trajectory import Distance, Number, Point, Series, Trajectory
+from reshard.checks.trajectory import (
+    MOST,
+    Distance,
+    Number,
+    Point,
+    Series,
+    Trajectory,
+    choose_tolerance,
+)
 from reshard.commands.diff import DiffReport
 from reshard.commands.lines import LISTED, Report, format_list, format_row
 from reshard.commands.split.report import SplitReport
+from reshard.core.dtypes import DType
 from reshard.errors import NotRunError
-from reshard.units import counted
+from reshard.units import counted, some
 
 SCHEMA = 1
 Level = Literal["state", "trajectory", "bitwise"]
@@ -72,15 +81,21 @@ class LayoutResult:
         """Whether all tensors, the optimizer's included, are bitwise equal to the source."""
         return not (self.state.unequal or self.state.only_a or self.state.only_b)
 
+    @property
+    def other_settings(self) -> list[str]:
+        """The settings of the optimizer that differ, from which updates are computed."""
+        return [value.name for value in self.state.train if value.steers_updates]
+
     def reaches(self, level: Level, rtol: float) -> bool:
         """Return whether the runs showed a level.
 
-        All levels need equal tensors. Only ``state`` needs equal train state too: a difference in
-        it (a sample counter, random states) shows in the losses if it matters.
+        All levels need equal tensors, and equal settings of the optimizer, which programs may take
+        from the files. Only ``state`` needs equal train state too: another difference (a sample
+        counter, random states) shows in the losses if it matters.
         """
         if level == "state":
             return self.state.same
-        if self.trajectory is None or not self.tensors_equal:
+        if self.trajectory is None or not self.tensors_equal or self.other_settings:
             return False
         return self.trajectory.bitwise if level == "bitwise" else self.trajectory.is_within(rtol)
 
@@ -98,11 +113,58 @@ class LayoutResult:
 
 
 @dataclass(slots=True)
-class ControlRun:
-    """A run that resumed from a copy with a wiped optimizer: its losses must differ."""
+class NoiseRun:
+    """A second undamaged continuation, whose distance is the noise of the program.
+
+    Args:
+        rounded: number of tensors of the copy that were rounded; 0 if it resumed from the source.
+        precision: the narrowest dtype of the runs that are compared.
+    """
 
     run: ProgramRun
-    tensors: int  # number of tensors that were wiped
+    rounded: int
+    precision: DType
+    trajectory: Trajectory | None = None
+
+    @property
+    def tolerance(self) -> float:
+        """The tolerance of losses that follows from the noise."""
+        loss = self.trajectory.loss if self.trajectory else None
+        return choose_tolerance(loss, self.precision.itemsize)
+
+    def describe(self) -> Iterator[str]:
+        """Yield how the tolerance was chosen."""
+        if self.trajectory is None:
+            yield f"of {self.precision}: the continuation that measures it failed"
+            return
+        what = f"with {counted(self.rounded, 'tensor')} rounded" if self.rounded else "not rounded"
+        noise = self.trajectory.loss.max_rel
+        yield f"measured: a second undamaged continuation, {what}, differs by {noise:.2g}"
+        if self.tolerance == MOST:
+            yield (
+                f"it is limited to {MOST:g}: the program itself is not reproducible in these steps"
+            )
+
+    def to_json(self) -> dict[str, Any]:
+        """Return all results."""
+        return {
+            "rounded": self.rounded,
+            "precision": str(self.precision),
+            "trajectory": self.trajectory.to_json() if self.trajectory else None,
+            "run": self.run.to_json(),
+        }
+
+
+@dataclass(slots=True)
+class ControlRun:
+    """A run that resumed from a copy that lacks one moment: its losses must differ.
+
+    Args:
+        wiped: the moment, ``exp_avg of head.weight``.
+    """
+
+    run: ProgramRun
+    wiped: str
     trajectory: Trajectory | None = None
 
     def noticed(self, rtol: float) -> bool:
@@ -113,7 +175,7 @@ class ControlRun:
         """Return all results."""
         return {
             "noticed": self.noticed(rtol),
-            "tensors": self.tensors,
+            "wiped": self.wiped,
             "trajectory": self.trajectory.to_json() if self.trajectory else None,
             "run": self.run.to_json(),
         }
@@ -129,13 +191,19 @@ class ResumeReport(Report):
     step: int | None  # step of the checkpoint; None if it states none
     steps: int  # number of steps of each run
     require: Level
-    rtol: float
     unbroken: ProgramRun
+    noise: NoiseRun | None = None  # None if the user chose the tolerance
     options: dict[str, Any] = field(default_factory=dict)  # those that differ from the defaults
     targets: list[LayoutResult] = field(default_factory=list)
     control: ControlRun | None = None
     notes: list[str] = field(default_factory=list)
     seconds: float = 0.0
+
+    @property
+    def rtol(self) -> float:
+        """The relative tolerance of losses: the user's, or the measured one."""
+        given: float = self.options.get("rtol", 0.0)
+        return self.noise.tolerance if self.noise else given
 
     @property
     def blind(self) -> bool:
@@ -182,6 +250,7 @@ class ResumeReport(Report):
             "verdict": self.verdict,
             "require": self.require,
             "rtol": self.rtol,
+            "noise": self.noise.to_json() if self.noise else None,
             "options": self.options,
             "source": self.source,
             "format": self.format,
@@ -206,6 +275,8 @@ class ResumeReport(Report):
         ran = counted(self.unbroken.ranks, "rank")
         how = ran if self.unbroken.command else "its log was given"
         yield format_row("unbroken", f"{how}; {_describe_steps(self.unbroken.points)}")
+        how = "; ".join(self.noise.describe()) if self.noise else "--rtol"
+        yield format_row("tolerance", f"{self.rtol:.2g}, {how}")
         yield from _format_losses([self.unbroken, *(result.run for result in self.targets)])
         for result in self.targets:
             yield from self._describe_result(result)
@@ -229,19 +300,22 @@ class ResumeReport(Report):
             yield from _describe_failure(result.run)
             return
         yield from _describe_trajectory(result.trajectory, self.rtol, self.steps)
+        if result.other_settings:
+            text = "DIFFER in the files, for programs that take them from there"
+            yield format_row("  settings", f"{some(result.other_settings)} {text}")
 
     def _describe_control(self, control: ControlRun) -> Iterator[str]:
-        yield f"control: {control.tensors} optimizer tensors wiped in {control.run.name}"
+        yield f"control: {control.wiped} set to zero in {control.run.name}"
         if control.trajectory is None:
             yield from _describe_failure(control.run)
         else:
             distance = _describe_distance(control.trajectory.loss)
             seen = "noticed" if control.noticed(self.rtol) else "NOT noticed"
-            yield format_row("  losses", f"{seen}: {distance} (tolerance {self.rtol:g})")
+            yield format_row("  losses", f"{seen}: {distance} (tolerance {self.rtol:.2g})")
         if self.blind:
             yield format_row(
                 "  verdict",
-                "these steps do not show whether the optimizer was restored: pass more --steps or a"
+                "these steps do not show whether every moment was restored: pass more --steps or a"
                 " smaller --rtol",
             )
 
@@ -266,7 +340,7 @@ def _describe_trajectory(compared: Trajectory, rtol: float, steps: int) -> Itera
         else f"{steps} steps"
     )
     outside = "" if compared.is_within(rtol) else "OUTSIDE the "
-    tolerance = "" if compared.loss.equal else f" ({outside}tolerance {rtol:g})"
+    tolerance = "" if compared.loss.equal else f" ({outside}tolerance {rtol:.2g})"
     yield format_row("  losses", f"{_describe_distance(compared.loss)}{tolerance}; {at}")
     if compared.loss.not_finite:
         steps_text = ", ".join(map(str, compared.loss.not_finite))

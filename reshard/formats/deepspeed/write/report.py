@@ -55,6 +55,7 @@ def describe_output(spec: OutputSpec) -> Iterator[str]:
             " which must be the order of model.parameters() in each of the run's param groups"
         )
         yield from _note_other_framework(spec)
+        yield from _note_clipping(spec)
         known = spec.state.manifest.frozen
         unsure = [weight.fqn for weight in spec.frozen if weight.fqn not in known]
         if spec.stage == 3 and unsure:
@@ -109,6 +110,20 @@ def describe_universal(spec: OutputSpec, *, described: bool = False) -> Iterator
     yield from _note_small_groups(spec)
     if not _is_from_deepspeed(spec):
         yield from _note_other_framework(spec)
+        yield from _note_clipping(spec)
+
+
+def _note_clipping(spec: OutputSpec) -> Iterator[str]:
+    """Yield what DeepSpeed does at every stage and dtype if its configuration states no clipping.
+
+    Source: DeepSpeed ``runtime/constants.py``, GRADIENT_CLIPPING_DEFAULT: 0 until 0.19.2, then 1.0.
+    """
+    if spec.clip is None:
+        yield (
+            "the source states no gradient clipping, and DeepSpeed 0.19.3 and later clips gradients"
+            " to a norm of 1.0 by default: set gradient_clipping in its configuration to the norm"
+            " of the run, or to 0 for none"
+        )
 
 
 def _is_from_deepspeed(spec: OutputSpec) -> bool:
