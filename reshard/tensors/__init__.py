@@ -5,4 +5,6 @@ weights   which tensor is the weight of a parameter, and the dtype to write
 replicas  copies of one block on several ranks, compared or averaged
 adapters  LoRA adapters, and their products added to a base model
 averages  weighted means of several checkpoints
+schedule_free
+          the averages of a schedule-free optimizer, from the weights that it trains
 """

@@ -42,7 +42,7 @@ OPTIONS = {
     | {
         *("--dtype", "--keep-fp32", "--max-shard-size", "--hf-dir", "--tied", "--no-strip"),
         *("--rename", "--include", "--exclude"),
-        *("--names", "--family", "--vocab-size", "--keep-padding", "--adapter"),
+        *("--names", "--family", "--vocab-size", "--keep-padding", "--adapter", "--schedule-free"),
     },
     "resume-check": SOURCE_OPTIONS
     | SPLIT_OPTIONS

@@ -294,7 +294,7 @@ def _average(
         last,
         manifest=replace(last.manifest, files=files),
         weights=_count_weights(last.weights, [merge.weights for merge in merges], averaged),
-        worker_nbytes=count_worker_nbytes(len(members)),
+        worker_nbytes=last.worker_nbytes + count_worker_nbytes(len(members)),
     )
     result.notes.warnings[:] = [*_join_warnings(members, merges), *averaged.notes]
     return _Means(result, averaged, merges)

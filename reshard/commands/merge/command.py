@@ -25,7 +25,12 @@ from reshard.system.paths import as_path
 
 R = TypeVar("R", bound=OutputReport)
 Pass = Callable[[Merge], Merge]
-OPENING: Sequence[Pass] = (codes.dequantise, passes.refuse_other_model, passes.find_companions)
+OPENING: Sequence[Pass] = (
+    passes.compute_averaged,
+    codes.dequantise,
+    passes.refuse_other_model,
+    passes.find_companions,
+)
 """The passes that find what is written beside the weights."""
 CHOOSING: Sequence[Pass] = (
     passes.rename,
@@ -159,6 +164,7 @@ def _list_passes(options: MergeOptions) -> Sequence[Pass]:
         from reshard.commands.merge import lora
 
         return (
+            passes.compute_averaged,
             passes.edit_names,
             lora.add_adapter,
             passes.choose_form,
@@ -173,6 +179,7 @@ def _list_passes(options: MergeOptions) -> Sequence[Pass]:
         from reshard.commands.merge import adapter
 
         return (
+            passes.compute_averaged,
             passes.edit_names,
             adapter.select_adapter,
             passes.choose_weights,

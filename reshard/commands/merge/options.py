@@ -12,7 +12,7 @@ from reshard.commands.output_options import NamingOptions, OutputOptions
 from reshard.core import keys
 from reshard.errors import UsageError
 from reshard.options import Options, nested_options, option, size_option
-from reshard.tensors import weights
+from reshard.tensors import schedule_free, weights
 
 HUB_PREFIX = "hf:/"  # pathlib collapses two slashes into one
 FILL = "--fill-missing-from"
@@ -39,6 +39,12 @@ class WeightsOptions(Options):
     tied: weights.Tied = option(
         "auto",
         "Further names of tied weights; auto drops those with equal values.",
+        group="Weights",
+    )
+    schedule_free: schedule_free.ScheduleFree = option(
+        "x",
+        "Weights of a schedule-free optimizer that was saved in train mode: x, the average that its"
+        " eval() computes, or y, as stored.",
         group="Weights",
     )
     keep_padding: bool = option(False, "Keep padding rows of the embedding.", group="Weights")

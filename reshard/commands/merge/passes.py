@@ -27,7 +27,7 @@ from reshard.naming import published
 from reshard.naming.published import ModelConfig
 from reshard.system.files import SourceFiles, read_small_file
 from reshard.system.paths import as_path
-from reshard.tensors import replicas, weights
+from reshard.tensors import replicas, schedule_free, weights
 from reshard.tensors.weights import Tied, Weights
 from reshard.training import companion_files, sentence_modules
 from reshard.training.companion_files import Companions, is_of_diffusers, match_config
@@ -136,6 +136,19 @@ class Merge(Conversion):
         directory = get_directory(self.manifest.origin.path)
         near = [directory, directory.resolve().parent]
         return [self.path, *near] if self.path.is_dir() and self.path != directory else near
+
+
+def compute_averaged(merge: Merge) -> Merge:
+    """Return the merge with the averaged weights of a schedule-free optimizer, if it has one."""
+    options = merge.options
+    manifest, note = schedule_free.average(
+        merge.manifest, options.schedule_free, merge.tied, options.replicas
+    )
+    if not note:
+        return merge
+    merge.notes.derived.append(note)
+    nbytes = max(merge.worker_nbytes, schedule_free.WORKER_NBYTES)
+    return replace(merge, manifest=manifest, worker_nbytes=nbytes)
 
 
 def refuse_other_model(merge: Merge) -> Merge:

@@ -130,7 +130,8 @@ def quantise(merge: Merge) -> Merge:
         manifest=replace(merge.manifest, files=files),
         weights=replace(merge.weights, tensors=written),
         companions=_state_method(merge.companions, release),
-        worker_nbytes=max(map(tiles.count_worker_nbytes, release.pairs.values())),
+        worker_nbytes=merge.worker_nbytes
+        + max(map(tiles.count_worker_nbytes, release.pairs.values())),
     )
 
 
