@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from pathlib import Path
 
 from reshard.containers.torch_detect import SUFFIXES
 from reshard.core.location import Location, refuse_broken_link
@@ -262,7 +263,7 @@ def _find_pointed(location: Location, detect: Callable[[Location], bool]) -> Loc
     if pointer is None:
         _refuse_broken_link(location, lambda name: name in _POINTERS or _LINK.fullmatch(name))
         return _find_linked(location, detect)
-    named = read_small_file(pointer, MAX_POINTER).decode(errors="replace").strip()
+    named = _read_pointer(pointer)
     found = _find_tagged(location, named)
     if found is None:
         raise UnrecognisedError(
@@ -271,6 +272,18 @@ def _find_pointed(location: Location, detect: Callable[[Location], bool]) -> Loc
             _advise_others(location, named),
         )
     return found
+
+
+def _read_pointer(pointer: Path) -> str:
+    return read_small_file(pointer, MAX_POINTER).decode(errors="replace").strip()
+
+
+def describe_lost_pointer(location: Location) -> str:
+    """Return which checkpoint the pointer of a run names, if it does not exist; else ""."""
+    pointer = location.find_first(_POINTERS)
+    if pointer is None or _find_tagged(location, named := _read_pointer(pointer)):
+        return ""
+    return f"{pointer} names {named[:_LONGEST]!r}, which does not exist"
 
 
 def _refuse_broken_link(location: Location, names_checkpoint: Callable[[str], object]) -> None:

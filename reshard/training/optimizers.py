@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from math import inf, sqrt
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from reshard.core.box import Index
 from reshard.quantised.moments import BITSANDBYTES
@@ -63,6 +63,7 @@ class OptimizerTraits:
 
 MOMENTS = ("exp_avg", "exp_avg_sq")  # of every Adam
 AMSGRAD = "max_exp_avg_sq"
+_MOST_ROUNDING = 0.5  # relative: with more, moments of 16 bits show nothing
 _OF_ADAM = {"betas", "eps"}  # hyper-parameters
 # Groups of torch's Adam and AdamW have "amsgrad"; those of DeepSpeed's and apex's FusedAdam have
 # "bias_correction", and those of FusedLamb, which scales updates, "max_coeff" as well (DeepSpeed
@@ -306,3 +307,42 @@ def bound_update(hyper: Mapping[str, Any], largest: float, updates: float) -> fl
     if hyper.get("bias_correction", True):
         squared *= (1 - beta2**updates) * (1 - ratio**updates) / (1 - beta1**updates) ** 2
     return sqrt(max(squared, 1.0)) + abs(float(hyper.get("weight_decay") or 0)) * largest
+
+
+class MomentBound(NamedTuple):
+    """What some updates of Adam can do to both moments, for any gradients.
+
+    ``v >= least * v0``, and ``|m - kept * m0| <= reach * sqrt(v - decayed * v0)``; with fewer
+    updates, ``kept`` and ``decayed`` are larger.
+
+    Args:
+        least: ``decayed`` with room for the rounding of each update.
+        rounding: relative rounding of all updates together.
+    """
+
+    kept: float
+    decayed: float
+    least: float
+    reach: float
+    rounding: float
+
+
+def bound_moments(hyper: Mapping[str, Any], updates: int, rounding: float) -> MomentBound | None:
+    """Return what updates with these betas can do to the moments; None if anything is possible.
+
+    With ``v - beta2**k * v0 = sum(b * g**2)`` and ``m - beta1**k * m0 = sum(a * g)``, the bound is
+    that of Cauchy-Schwarz, as in `bound_update`.
+
+    Args:
+        updates: the number ``k`` of updates.
+        rounding: relative rounding of a stored moment.
+    """
+    beta1, beta2 = (float(beta) for beta in hyper["betas"])
+    lost = 2 * updates * rounding
+    if not (0 <= beta1 < 1 and beta1 * beta1 < beta2 < 1) or lost > _MOST_ROUNDING:
+        return None
+    ratio = beta1 * beta1 / beta2
+    terms = (1 - ratio**updates) / (1 - ratio)
+    decayed = beta2**updates
+    reach = (1 - beta1) * sqrt(terms / (1 - beta2))
+    return MomentBound(beta1**updates, decayed, decayed * (1 - lost), reach, lost)

@@ -14,6 +14,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import reshard
+from reshard.checks import names as single
 from reshard.checks.history import checks as names
 from reshard.core.manifest import WEIGHT_KINDS
 from reshard.errors import UnrecognisedError, UsageError
@@ -52,6 +53,8 @@ def failed(path, **options):
 def test_no_false_alarm(sequences_made, name, deep):
     report = reshard.verify(sequences_made / name / "run", history=True, deep=deep)
     said = list_statuses(report, "failed", "warned")
+    unused = said.pop(single.ZEROS, [])
+    assert all("exp_avg, exp_avg_sq of extras.unused: zero after" in line for line in unused)
     assert report.exit_code == 0, list(report.lines())
     if name not in UNUSED:
         assert not said
@@ -154,6 +157,58 @@ def copy_the_directory(path):
     shutil.copytree(tag(path, 4), tag(path, 6))
 
 
+def exchange(path, kinds):
+    """Give two weights of equal shape, above and below each other, one another's slots."""
+    one, other = (f"model.layers.{number}.mlp.up_proj.weight" for number in (0, 1))
+    with reshard.open(tag(path, 6)) as checkpoint:
+        entries = checkpoint.manifest.entries
+        for kind in kinds:
+            slots = checkpoint.optimizer(kind)
+            values = [(one, slots[other][...].numpy()), (other, slots[one][...].numpy())]
+            for fqn, value in values:
+                put(entries[kind, fqn], value)
+
+
+def put(entry, value):
+    """Overwrite a tensor, wherever it is stored."""
+    for chunk in entry.chunks:
+        assert chunk.is_dense
+        box = tuple(slice(o, o + n) for o, n in zip(chunk.box.origin, chunk.box.shape, strict=True))
+        write(chunk.file, chunk.byte_offset, np.ascontiguousarray(value[box]).tobytes())
+
+
+def exchange_the_moments_of_two_weights(path):
+    exchange(path, ("exp_avg", "exp_avg_sq"))
+
+
+def exchange_the_first_moments_of_two_weights(path):
+    exchange(path, ("exp_avg",))
+
+
+def zero_the_moments_of_a_weight(path):
+    entries = read_manifest(tag(path, 6)).entries
+    for kind in ("exp_avg", "exp_avg_sq"):
+        entry = entries[kind, "model.layers.0.mlp.up_proj.weight"]
+        put(entry, np.zeros(entry.shape, "<f4"))
+
+
+def leave_the_modules_weights_behind(path):
+    """Write the 16-bit weights of step 4 again, beside the masters of step 6."""
+    before, now = (read_manifest(tag(path, step)) for step in (4, 6))
+    with SourceFiles() as pool:
+        for key, entry in now.entries.items():
+            for chunk in entry.chunks if key[0] == "param" else ():
+                write(
+                    chunk.file,
+                    chunk.byte_offset,
+                    read_block(pool, before.entries[key], chunk.box),
+                )
+
+
+def name_a_missing_tag(path):
+    (path / "latest").write_text("global_step8")
+
+
 def swap_the_directories(path):
     tag(path, 4).rename(path / "other")
     tag(path, 6).rename(tag(path, 4))
@@ -198,6 +253,11 @@ MUTATIONS = [
     *((name, move_one_weight_too_far, names.UPDATES) for name in SHARDED),
     *((name, put_nan_into_a_weight, names.FINITE) for name in (*SHARDED, "hf")),
     *((name, truncate_a_file, names.READABLE) for name in (*SHARDED, "hf")),
+    *((name, exchange_the_moments_of_two_weights, names.MOMENTS) for name in SHARDED),
+    *((name, exchange_the_first_moments_of_two_weights, names.MOMENTS) for name in SHARDED),
+    *((name, zero_the_moments_of_a_weight, names.MOMENTS) for name in SHARDED),
+    ("z1_bf16", leave_the_modules_weights_behind, single.MASTERS),
+    ("z1_bf16", name_a_missing_tag, names.READABLE),
     ("hf", lose_a_tensor, names.TENSORS),
     ("hf", change_a_shape, names.TENSORS),
 ]
@@ -210,9 +270,9 @@ MUTATIONS = [
 def test_damage_is_detected_by_its_check(run, name, mutate, check):
     path = run(name)
     mutate(path)
-    found = failed(path)
+    found = failed(path, deep=check == single.MASTERS)
     assert check in found, found
-    if mutate is not truncate_a_file:  # one checkpoint less is compared
+    if mutate not in (truncate_a_file, name_a_missing_tag):  # one checkpoint less is compared
         assert any("6" in text for text in found[check])
 
 

@@ -36,6 +36,7 @@ ALL = (
 _AWAY = 8.0  # a stray checkpoint is this many times as far from its neighbours as they are apart
 _MANY = 64  # elements of a weight whose distance is judged at least: a few can swing to and fro
 _FEW = 16  # elements of a file that are needed to judge it
+_FOREIGN = 1 / 16  # part of a weight's moments that must be outside of the bound
 _SLACK = 10.0  # factor on the bound on updates if the highest learning rate is not stated
 _ROUNDING = 1.01  # factor on the bound on updates, for the rounding of its terms
 
@@ -253,9 +254,23 @@ def _check_moments(history: History) -> Check:
     def is_stale(change: Change) -> bool:
         return change.momenta > 0 and not change.momenta_moved and change.moved > 0
 
-    return _check_both_moved(
+    check = _check_both_moved(
         history, MOMENTS, is_stale, "moved, although their optimizer state did not"
     )
+    for number, before, now in history.pairs():
+        foreign = [e.fqn for e in history.trained if _is_foreign(e.changes[number])]
+        if foreign:
+            check.failures.append(
+                f"from {before.name} to {now.name}, no updates with these betas turn the moments of"
+                f" {counted(len(foreign), 'weight')} into the later ones, which are lost or those"
+                f" of other weights: {some(foreign)}"
+            )
+    return check
+
+
+def _is_foreign(change: Change) -> bool:
+    """Return whether moments cannot be those of the same weight some updates later."""
+    return change.foreign > _FOREIGN * change.judged
 
 
 def _check_both_moved(

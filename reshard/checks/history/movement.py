@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import random
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 from reshard.checks.history.tags import Tag
@@ -22,7 +23,7 @@ from reshard.system.checksum import crc32
 from reshard.system.files import SourceFiles
 from reshard.system.ranks.team import Progress, ignore_progress
 from reshard.system.threads import parallel_for
-from reshard.training.optimizers import MOMENTS
+from reshard.training.optimizers import MOMENTS, MomentBound, bound_moments, is_bounded
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -35,6 +36,8 @@ _BLOCK = 1 << 17  # elements that are read at a time if all are read
 _JUDGED = 4096  # elements of a run whose update is computed
 _MARGIN = 16  # roundings of a weight; an update below this many may leave its bits as they are
 _TINY = 1e-37  # just above the smallest normal float32: a smaller update may become zero
+_TINY_SQUARE = 1e-30  # of a gradient: below, the squares in a second moment lose bits
+_SLACK = 1.001  # for the rounding of the bound itself
 _BITS = {"float64": 52, "float32": 23, "float16": 10, "bfloat16": 7}  # bits of a stored significand
 
 
@@ -50,6 +53,9 @@ class Change:
         expected_moved: the number of expected elements that moved.
         momenta: the number of elements whose first slot is not zero in the later checkpoint.
         momenta_moved: the number of such elements that have other bits in any slot.
+        judged: the number of elements whose moments are compared with what Adam can make of the
+            earlier ones.
+        foreign: the number of such elements for which they are something else.
         largest: the largest change of a weight.
         largest_weight: the largest magnitude of a weight in both checkpoints.
         squares: the sum of the squares of the changes.
@@ -62,6 +68,8 @@ class Change:
     expected_moved: int = 0
     momenta: int = 0
     momenta_moved: int = 0
+    judged: int = 0
+    foreign: int = 0
     largest: float = 0.0
     largest_weight: float = 0.0
     squares: float = 0.0
@@ -75,6 +83,8 @@ class Change:
         self.expected_moved += other.expected_moved
         self.momenta += other.momenta
         self.momenta_moved += other.momenta_moved
+        self.judged += other.judged
+        self.foreign += other.foreign
         self.largest = max(self.largest, other.largest)
         self.largest_weight = max(self.largest_weight, other.largest_weight)
         self.squares += other.squares
@@ -186,6 +196,7 @@ class _TensorSeries:
             for tag in tags
         ]
         self._rates = [tag.find_rate(fqn) for tag in tags]
+        self._bounds = [_bound_moments(before, now, fqn) for before, now in pairwise(tags)]
         self.numel = self._weights[0].numel
         self.parts = max(entry.layout.part_count for entry in self._weights)
         self._digests = [0] * len(tags)
@@ -275,6 +286,9 @@ class _TensorSeries:
                 momenta_moved |= _mark_moved(before.slots[kind], now.slots[kind])
             momenta_moved &= momenta
         found = self._found
+        bound = self._bounds[number - 1]
+        if bound is not None:
+            found.changes[number - 1].add(_judge_moments(bound, before.slots, now.slots))
         flags = moved, expected, momenta, momenta_moved
         found.changes[number - 1].add(_count_change(before.weight, now.weight, flags))
         for part, file in pieces[""]:
@@ -305,6 +319,46 @@ class _TensorSeries:
         # The rate between the two saves is not known: the smaller one is the cautious choice.
         flags[judged] = update * min(rate or 0 for rate in rates) > np.maximum(rounding, _TINY)
         return flags
+
+
+def _bound_moments(before: Tag, now: Tag, fqn: str) -> MomentBound | None:
+    """Return what the updates between two checkpoints can do to the moments of a weight.
+
+    None if it is not known, or if the optimizer is not Adam.
+    """
+    groups, slots = [tag.groups.get(fqn) for tag in (before, now)], now.slots.get(fqn, {})
+    one, other = before.count_updates(fqn), now.count_updates(fqn)
+    if None in groups or one is None or other is None or other <= one:
+        return None
+    first, last = (dict(group.hyper) for group in groups if group is not None)
+    both = before.slots.get(fqn, {}).keys() & slots.keys()
+    is_same = first.get("betas") == last.get("betas")
+    if not is_same or not is_bounded(last, slots) or not set(MOMENTS) <= both:
+        return None
+    bits = min(_BITS[tag.slots[fqn][kind].dtype.name] for tag in (before, now) for kind in MOMENTS)
+    return bound_moments(last, int(other - one), 2.0**-bits)
+
+
+def _judge_moments(
+    bound: MomentBound, before: Mapping[str, Array], now: Mapping[str, Array]
+) -> Change:
+    """Count the elements whose moments are outside of a bound."""
+    import numpy as np
+
+    (m0, v0), (m, v) = ([each[kind] for kind in MOMENTS] for each in (before, now))
+    judged = slice(None, None, max(len(v) // _JUDGED, 1))
+    m0, v0, m, v = (each[judged].astype(np.float64) for each in (m0, v0, m, v))
+    with np.errstate(all="ignore"):
+        added = np.maximum(v - bound.decayed * v0, 0) + bound.rounding * np.maximum(v, v0)
+        # Optimizers that count for all weights together skip those without a gradient, so that
+        # a moment can have kept more.
+        ends = np.minimum(m0, bound.kept * m0), np.maximum(m0, bound.kept * m0)
+        moved = np.abs(m - np.clip(m, *ends)) - bound.rounding * np.maximum(np.abs(m), np.abs(m0))
+        outside = (v < bound.least * v0) | (moved > bound.reach * np.sqrt(added) * _SLACK)
+    # The square of a tiny gradient is rounded to zero.
+    is_judged = np.maximum(v, v0) > _TINY_SQUARE
+    counts = (int(np.count_nonzero(flags)) for flags in (is_judged, outside & is_judged))
+    return Change(**dict(zip(("judged", "foreign"), counts, strict=True)))
 
 
 def _choose_dtype(entry: Entry) -> DType:

@@ -5,24 +5,24 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from reshard import formats
-from reshard.checks import names, quick, result
+from reshard.checks import names, result
 from reshard.checks.opening import open_manifest
-from reshard.checks.result import Check, not_applicable, not_run
+from reshard.checks.result import Check, not_run
 from reshard.commands.inspect import Inspection
 from reshard.commands.page import check_page, write_page
 from reshard.commands.reading import Meter, open_progress
 from reshard.commands.verify.options import VerifyOptions
 from reshard.commands.verify.report import VerifyReport
-from reshard.containers.json_files import read_json_object
+from reshard.commands.verify.single import run_deep_checks, run_quick_checks
 from reshard.core import keys
 from reshard.core.manifest import Key, Manifest
 from reshard.engine.output.destination import check_destination
-from reshard.errors import CorruptError, IncompleteError, UsageError
+from reshard.errors import IncompleteError, UsageError
 from reshard.formats import engines
-from reshard.model import ModelHint, ModelShapes
+from reshard.model import ModelHint
 from reshard.system.paths import as_path
 
 if TYPE_CHECKING:
@@ -72,11 +72,13 @@ def verify(
             *engines.describe_defects(engines.describe_form(manifest)),
         ]
         shapes = ModelHint(options.model, options.wrap).shapes() if options.model else None
-        report.checks = _run_quick_checks(manifest, sources, options, shapes)
+        report.checks = run_quick_checks(manifest, sources, options, shapes)
         if options.reads_all and report.check(names.SAFE).failures:
             report.checks += [not_run(name, "the source is not safe") for name in names.DEEP]
         elif options.reads_all:
-            _run_deep_checks(manifest, report, options, shapes, listed, meter)
+            digests = run_deep_checks(manifest, report, options, shapes, listed, meter)
+            if options.write_manifest:
+                _write_manifest(manifest, digests, report, options, meter)
     report.seconds = time.perf_counter() - began
     write_page(
         options, lambda: _build_page(report, None if isinstance(manifest, Check) else manifest)
@@ -124,87 +126,6 @@ def _list_checks_without_source(failed: Check, options: VerifyOptions) -> list[C
     listed = names.QUICK + (names.DEEP if options.reads_all else ())
     reason = f"the source cannot be read: see {failed.name}"
     return [failed if name == failed.name else not_run(name, reason) for name in listed]
-
-
-def _run_quick_checks(
-    manifest: Manifest,
-    sources: Sequence[Path],
-    options: VerifyOptions,
-    shapes: ModelShapes | None,
-) -> list[Check]:
-    return [
-        quick.check_headers(manifest),
-        quick.check_safe(manifest, options.allow_pickle),
-        quick.check_complete(manifest),
-        quick.check_agreement(manifest),
-        quick.check_index(manifest),
-        quick.check_coverage(manifest),
-        quick.check_ranks(manifest),
-        quick.check_stale(manifest, sources),
-        quick.check_steps(manifest),
-        quick.check_slots(manifest),
-        quick.check_model(manifest, shapes),
-    ]
-
-
-def _run_deep_checks(
-    manifest: Manifest,
-    report: VerifyReport,
-    options: VerifyOptions,
-    shapes: ModelShapes | None,
-    listed: Contents | None,
-    meter: Meter | None,
-) -> None:
-    """Read every byte, and add the deep checks to the report."""
-    from reshard.checks import deep, hashes, scan
-
-    config = _read_config(manifest)
-    digests = hashes.choose_digests(manifest) if options.write_manifest else {}
-    if listed:
-        for key, compared in hashes.choose_digests_to_compare(manifest, listed).items():
-            digests[key] = tuple(dict.fromkeys((*digests.get(key, ()), *compared)))
-    planned = deep.plan_tasks(manifest, config=config, shapes=shapes, digests=digests)
-    workers, window_bytes = options.budget()
-    with open_progress(meter, sum(task.nbytes for task in planned)) as progress:
-        seen = scan.scan(
-            planned,
-            manifest.files,
-            workers=workers,
-            window_bytes=window_bytes,
-            progress=progress,
-        )
-    report.bytes_read = seen.bytes_read
-    patterns = keys.compile_patterns(options.ignore, "--ignore")
-
-    def is_ignored(name: str) -> bool:
-        return any(pattern.search(name) for pattern in patterns)
-
-    report.checks += [
-        deep.check_crc(manifest, seen),
-        deep.check_replicas(planned, seen),
-        deep.check_masters(manifest, planned, seen),
-        deep.check_tied(manifest, planned, seen, config=config, shapes=shapes),
-        deep.check_padding(manifest, window_bytes),
-        deep.check_finite(manifest, seen, is_ignored),
-        deep.check_moments(manifest, seen, is_ignored),
-        deep.check_zeros(manifest, seen, is_ignored),
-        hashes.check_against(manifest, listed, seen.digests, is_ignored)
-        if listed
-        else not_applicable(names.AGAINST, "--against is not given"),
-    ]
-    if options.write_manifest:
-        _write_manifest(manifest, seen.digests, report, options, meter)
-
-
-def _read_config(manifest: Manifest) -> dict[str, Any] | None:
-    """Return the transformers config beside the checkpoint; None if it is missing or damaged."""
-    from reshard.training.companion_files import find_config
-
-    try:
-        path = find_config(manifest)
-        return read_json_object(path) if path else None
-    except CorruptError:
-        return None
 
 
 def _write_manifest(

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from reshard import formats
-from reshard.checks.history.checks import History, check_history
+from reshard.checks.history.checks import READABLE, History, check_history
 from reshard.checks.history.movement import Movement, count_bytes, measure
 from reshard.checks.history.tags import Tag
 from reshard.checks.opening import open_manifest
@@ -21,11 +21,14 @@ from reshard.commands.page import check_page, write_page
 from reshard.commands.reading import Meter, check_trust, open_progress
 from reshard.commands.verify.options import VerifyOptions
 from reshard.commands.verify.report import VerifyReport
+from reshard.commands.verify.single import run_deep_checks, run_quick_checks
 from reshard.core import keys
 from reshard.core.location import Location
 from reshard.errors import UsageError
 from reshard.formats import run, unclear
+from reshard.model import ModelHint
 from reshard.system.files import SourceFiles
+from reshard.system.paths import as_path
 from reshard.tensors.lazy import find_first_difference
 from reshard.units import counted
 
@@ -92,13 +95,17 @@ def check_run(
     check_page(options, sources)
     mode = "deep" if options.deep else "sampled"
     report = HistoryReport(str(sources[0]), f"{mode} history", options.given())
+    directory = unclear.find_run(Location.from_paths(sources))
     checks: dict[str, list[Check]] = {}
-    for model, history in _open(sources, options).items():
+    for model, history in _open(directory, sources, options).items():
         if history.tags:
             _measure(history, options, meter)
             _add_model(report, model, history)
-        checks[model] = check_history(history)
+        alone = [_check_alone(tag, report, options, meter) for tag in history.tags]
+        checks[model] = _add_checks(check_history(history), history.tags, alone)
     report.checks = _join_checks(checks)
+    if lost := run.describe_lost_pointer(directory):
+        report.check(READABLE).failures.append(f"{lost}: no program resumes from this run")
     report.seconds = time.perf_counter() - began
     write_page(options, lambda: _build_page(report))
     return report
@@ -134,9 +141,49 @@ def _join_checks(checks: Mapping[str, Sequence[Check]]) -> list[Check]:
     return joined
 
 
-def _open(sources: Sequence[Path], options: VerifyOptions) -> dict[str, History]:
+def _check_alone(
+    tag: Tag, report: HistoryReport, options: VerifyOptions, meter: Meter | None
+) -> list[Check]:
+    """Run the checks of a single checkpoint; add the bytes that they read to the report."""
+    manifest = tag.manifest
+    shapes = ModelHint(options.model, options.wrap).shapes() if options.model else None
+    paths = [as_path(path) for path in manifest.files]
+    own = VerifyReport(tag.name, report.mode)
+    own.checks = run_quick_checks(manifest, paths if len(paths) == 1 else [], options, shapes)
+    if options.deep:
+        run_deep_checks(manifest, own, options, shapes, None, meter)
+    report.bytes_read += own.bytes_read
+    return own.checks
+
+
+def _add_checks(
+    checks: Sequence[Check], tags: Sequence[Tag], alone: Sequence[Sequence[Check]]
+) -> list[Check]:
+    """Return the checks of a history with those of its single checkpoints.
+
+    Findings of the single ones begin with the name of the checkpoint.
+    """
+    found = {check.name: check for check in checks}
+    for same in zip(*alone, strict=True):
+        if same[0].name not in found and not any(each.applies for each in same):
+            continue
+        own = found.setdefault(
+            same[0].name,
+            Check(same[0].name, same[-1].looked_at, applies=any(each.applies for each in same)),
+        )
+        for tag, each in zip(tags, same, strict=True):
+            own.failures += [f"{tag.name}: {text}" for text in each.failures]
+            own.warnings += [f"{tag.name}: {text}" for text in each.warnings]
+            if each.failures:
+                own.exit_code = max(own.exit_code, each.exit_code)
+    return list(found.values())
+
+
+def _open(
+    directory: Location, sources: Sequence[Path], options: VerifyOptions
+) -> dict[str, History]:
     """Read the headers of all checkpoints of a run, by the model if it trains several."""
-    runs = run.list_runs(unclear.find_run(Location.from_paths(sources)), unclear.is_checkpoint)
+    runs = run.list_runs(directory, unclear.is_checkpoint)
     count = min(map(len, runs.values()), default=0)
     if count < 2:
         raise UsageError(
