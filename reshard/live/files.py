@@ -153,9 +153,8 @@ def describe_program(module: Any, groups: Sequence[Mapping[str, Any]]) -> LiveTa
     shapes = shapes_of(module).rename(_remove_wrappers)
     shapes = replace(shapes, parameters={**shapes.parameters, **whole})
     if all(each in names for group in groups for each in group["params"]):
-        members = tuple(tuple(names[each] for each in group["params"]) for group in groups)
-        shapes = replace(shapes, members=members)
-    return LiveTarget(shapes=shapes, groups=_name_groups(groups, names))
+        shapes = replace(shapes, groups=tuple(_name_group(group, names) for group in groups))
+    return LiveTarget(shapes=shapes, groups=_name_trained(groups, names))
 
 
 def _remove_wrappers(name: str) -> str:
@@ -173,7 +172,12 @@ def _iterate_cut_by_fsdp1(module: Any) -> Iterator[tuple[Any, Index]]:
             yield from zip(flat._params, map(tuple, flat._shapes), strict=True)  # noqa: SLF001 - no public names
 
 
-def _name_groups(
+def _name_group(group: Mapping[str, Any], names: Mapping[Any, str]) -> ParamGroup:
+    hyper = {key: value for key, value in group.items() if key not in MEMBER_LISTS}
+    return ParamGroup(hyper, tuple(names[each] for each in group["params"]))
+
+
+def _name_trained(
     live: Sequence[Mapping[str, Any]], names: Mapping[Any, str]
 ) -> tuple[ParamGroup, ...]:
     """Return the param groups of a live optimizer; empty if some are not known.
@@ -186,10 +190,7 @@ def _name_groups(
     if not all(known) or not all(each in names for members in known for each in members):
         return ()
     return tuple(
-        ParamGroup(
-            {key: value for key, value in group.items() if key not in MEMBER_LISTS},
-            tuple(names[each] for each in members),
-        )
+        _name_group({**group, "params": members}, names)
         for group, members in zip(live, known, strict=True)
     )
 

@@ -14,6 +14,7 @@ from functools import cache
 from typing import TYPE_CHECKING, Any
 
 from reshard.core.box import Index
+from reshard.core.manifest import ParamGroup
 from reshard.errors import UnsupportedError, UsageError
 from reshard.model.wrap import Policy, find_wrapped, get_batch_norm
 
@@ -62,7 +63,7 @@ class ModelShapes:
         layer_norms: every name of the parameters of ``nn.LayerNorm``.
         frozen: the parameters that need no gradient.
         names: every name of the parameters, in the order of the modules.
-        members: the parameters of each param group of a live optimizer; empty if there is none.
+        groups: the param groups of a live optimizer; empty if there is none.
         is_converted: whether transformers may hold the model in another form than its files do.
         trace: returns the form of the model in files, which other tools read; None if it is not of
             transformers.
@@ -78,7 +79,7 @@ class ModelShapes:
     layer_norms: frozenset[str] = frozenset()
     frozen: frozenset[str] = frozenset()
     names: tuple[str, ...] = ()
-    members: tuple[tuple[str, ...], ...] = ()
+    groups: tuple[ParamGroup, ...] = ()
     is_converted: bool = False
     trace: Callable[[], Published | None] = field(default=_find_nothing, compare=False, repr=False)
 
@@ -110,7 +111,7 @@ class ModelShapes:
             layer_norms=frozenset(map(name, self.layer_norms)),
             frozen=frozenset(map(name, self.frozen)),
             names=tuple(map(name, self.names)),
-            members=tuple(tuple(map(name, group)) for group in self.members),
+            groups=tuple(replace(g, fqns=tuple(map(name, g.fqns))) for g in self.groups),
         )
 
 

@@ -56,12 +56,12 @@ def test_the_state_has_the_same_bits_and_training_goes_on(stage, n, m, saved, lo
 
 ORDER_JUDGE = server.Judge("tests.judges.order_worker", "orders", {}, like=server.DEEPSPEED)
 MODEL_ORDER = [[0, 1, 2, 3, 4, 5, 6, 7]]  # weights and biases in turn
-BY_DECAY = [[0, 2, 4, 6], [1, 3, 5, 7]]
+BY_DECAY = [[0, 1, 4, 5], [2, 3, 6, 7]]  # every other layer
 ORDERS = {  # the param groups of the program that loads; those that saved have the model's order
     "reversed": [[7, 6, 5, 4, 3, 2, 1, 0]],
     "shuffled": [[6, 1, 4, 7, 0, 3, 2, 5]],  # with the shapes of the model's order
     "regrouped": [[6, 7, 3], [4, 0, 1, 5, 2]],
-    "exchanged": [[3, 1, 7, 5], [2, 6, 0, 4]],  # the source has weights and biases apart
+    "exchanged": [[6, 3, 2, 7], [5, 0, 1, 4]],  # of groups in which only the decay differs
 }
 ENGINES = {
     f"z{stage}": (2 if stage else 1, {"how": "deepspeed", "stage": stage}) for stage in STAGES
@@ -80,7 +80,14 @@ LOADERS = {name: how for name, how in SAVERS.items() if name != "torch"} | {
     "lightning_z1": (2, {"how": "lightning", "stage": 1}),
     "lightning_z3": (2, {"how": "lightning", "stage": 3}),
 }
-ORDERED = choose_combinations(itertools.product(SAVERS, LOADERS, ORDERS))
+ORDERED = choose_combinations(
+    combination
+    for combination in itertools.product(SAVERS, LOADERS, ORDERS)
+    # Nothing names what an optimizer numbers in several groups of the same shapes, except a live
+    # optimizer, which the readers of DeepSpeed and DCP do not see.
+    if not (combination[0] in NUMBERED and combination[1:] == ("dcp", "exchanged"))
+    and (combination[0], combination[2]) != ("z0", "exchanged")
+)
 
 
 @pytest.fixture(scope="module")

@@ -42,7 +42,7 @@ PRELOADED = ("torch._dynamo", "transformers.trainer", "lightning.pytorch.strateg
 FLAT = StateDictOptions(flatten_optimizer_state_dict=True)
 Order = list[list[int]]
 ROWS = torch.arange(float(SIZE)).repeat(2, 1) / SIZE  # any order of samples is the same
-DECAY = (0.1, 0.0)  # of the first and second group where biases do not decay
+DECAY = (0.1, 0.0)  # of every other layer, if the groups differ in it
 
 
 class Net(nn.Module):
@@ -63,8 +63,8 @@ def group(model: nn.Module, order: Order, *, decays: bool) -> list[dict[str, Any
     """Return param groups that list the parameters in an order, by their numbers."""
     parameters = list(model.parameters())
     groups: list[dict[str, Any]] = [{"params": [parameters[n] for n in one]} for one in order]
-    for each in groups if decays else ():
-        each["weight_decay"] = DECAY[each["params"][0].dim() == 1]
+    for each, (first, *_) in zip(groups, order, strict=True) if decays else ():
+        each["weight_decay"] = DECAY[first // 2 % 2]
     return groups
 
 

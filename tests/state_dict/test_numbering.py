@@ -6,8 +6,10 @@ import random
 
 import pytest
 
+from reshard.core.manifest import ParamGroup
 from reshard.state_dict.optimizers.numbering import (
     AmbiguousError,
+    match_live_groups,
     name_divided,
     name_groups,
     name_jointly,
@@ -154,3 +156,30 @@ def test_divisions_that_both_fit_name_nothing():
     assert name_divided(MODEL, [[None] * 4, [None]], [DECAYED, other]) is None
     shapes = [[(9, 4), (4, 4), (4, 4), (9, 4)], [(4,)]]
     assert name_divided(MODEL, shapes, [other, DECAYED]) == [["embed", "q", "o", "head"], ["norm"]]
+
+
+FAST, SLOW = {"lr": 1e-3, "weight_decay": 0.1}, {"lr": 1e-4, "weight_decay": 0.1}
+A, B = ("embed", "q"), ("o", "head")
+
+
+@pytest.mark.parametrize(
+    ("stored", "live", "wanted"),
+    [
+        ([FAST, SLOW], [(FAST, B), (SLOW, A)], [B, A]),
+        ([FAST, SLOW], [(SLOW, B), (FAST, A)], [A, B]),
+        # A schedule has scaled the rates of the run that saved.
+        ([{"lr": 5e-4}, {"lr": 5e-5}], [(SLOW, B), (FAST, A)], [A, B]),
+        (
+            [{"lr": 0.0, "initial_lr": 1e-3}, {"lr": 0.0, "initial_lr": 1e-4}],
+            [(SLOW, B), (FAST, A)],
+            [A, B],
+        ),
+        ([FAST, FAST], [(FAST, A), (FAST, B)], [A, B]),
+        ([FAST, FAST], [(FAST, B), (FAST, A)], []),
+        ([FAST], [(FAST, B), (SLOW, A)], []),
+    ],
+)
+def test_stored_groups_are_matched_with_those_of_the_live_optimizer(stored, live, wanted):
+    groups = [ParamGroup(hyper, fqns) for hyper, fqns in live]
+    found = match_live_groups(stored, [2] * len(stored), groups, MODEL)
+    assert [group.fqns for group in found] == wanted

@@ -15,7 +15,7 @@ from typing import Any
 
 from reshard.core.box import Box, Index
 from reshard.core.chunks import Chunk, find_boxes
-from reshard.core.manifest import Entry
+from reshard.core.manifest import Entry, ParamGroup
 from reshard.errors import CorruptError
 from reshard.state_dict import flat_params
 from reshard.state_dict.flat_params import FlatUnit
@@ -23,7 +23,9 @@ from reshard.state_dict.optimizers import nested_slots
 from reshard.state_dict.optimizers.numbering import (
     AmbiguousError,
     MoreParametersError,
+    NameGroups,
     Signature,
+    SignatureGroups,
     UnknownShapeError,
     name_divided,
     name_groups,
@@ -43,7 +45,7 @@ class KnownParameters:
     Args:
         shapes: in model order; buffers may be among them.
         divisions: ways in which HF Trainer may have divided the parameters into groups by decay.
-        members: the parameters of each group of the program's live optimizer; empty if unknown.
+        live: the param groups of the program's live optimizer; empty if unknown.
         model: the description of the model that the shapes are from; empty if a file has them.
         ignored: parameters that FSDP 1 did not shard: every rank has their whole state.
         frozen: parameters that have no state.
@@ -58,7 +60,7 @@ class KnownParameters:
     world: int = 1
     ordered: bool = True
     divisions: Sequence[Sequence[Sequence[str]]] = ()
-    members: Sequence[Sequence[str]] = ()
+    live: Sequence[ParamGroup] = ()
     model: str = ""
     ignored: frozenset[str] = frozenset()
     frozen: frozenset[str] = frozenset()
@@ -66,9 +68,22 @@ class KnownParameters:
     others: Sequence[str] = ()
     are_joined: bool = False
 
-    def list_divisions(self) -> list[Sequence[Sequence[str]]]:
-        """Return the known ways to divide the parameters into groups."""
-        return [*self.divisions, *([self.members] if self.members else [])]
+    def name_by_groups(
+        self, candidates: Mapping[Any, Signature], signs: SignatureGroups
+    ) -> NameGroups | None:
+        """Return the names if they follow from a known division of the parameters into groups.
+
+        The parameters of each live group have the model's order or, if that does not fit, its own.
+        """
+        position = {fqn: number for number, fqn in enumerate(self.shapes)}
+        own = [group.fqns for group in self.live]
+        by_model = [sorted(fqns, key=lambda fqn: position.get(fqn, 0)) for fqns in own]
+        for members in (by_model, own):
+            divisions = [*self.divisions, *([members] if members else [])]
+            named = name_divided(candidates, signs, divisions)
+            if named is not None:
+                return named
+        return None
 
 
 def infer_shape(slots: Slots) -> Index | None:
@@ -307,14 +322,28 @@ def identify_layout(
             reasons.append(error)
             continue
         if any(None in fqns for fqns in named):
-            named = name_divided(candidates, signs, known.list_divisions()) or named
+            named = known.name_by_groups(candidates, signs) or named
         return layout, _pair_owners(members, named)
     signs = [[layouts[0].sign(state.get(key, {})) for key in keys] for keys in members]
-    divided = name_divided(layouts[0].list_candidates(), signs, known.list_divisions())
+    divided = known.name_by_groups(layouts[0].list_candidates(), signs)
     if divided is not None:
         return layouts[0], _pair_owners(members, divided)
     fitting = (reason for reason in reasons if not isinstance(reason, UnknownShapeError))
     raise next(fitting, reasons[0])
+
+
+def fits_live_order(
+    state: Mapping[Any, Slots],
+    members: Sequence[Sequence[Any]],
+    known: KnownParameters,
+    names: Mapping[Any, Owner],
+) -> bool:
+    """Return whether the order of the live optimizer fits as well, and gives other names."""
+    layout = WholeLayout(known)
+    signs = [[layout.sign(state.get(key, {})) for key in keys] for keys in members]
+    division = [group.fqns for group in known.live]
+    own = name_divided(layout.list_candidates(), signs, [division])
+    return own is not None and _pair_owners(members, own) != names
 
 
 def _pair_owners(

@@ -14,12 +14,15 @@ from typing import TYPE_CHECKING, Any
 from reshard.errors import SAVE_NAMES
 
 if TYPE_CHECKING:
+    from reshard.core.manifest import ParamGroup
     from reshard.training.state import TrainedGroup
 
 Signature = Hashable | None  # the shape or size of a parameter; None if it is unknown
 SignatureGroups = Sequence[Sequence[Signature]]
 NameGroups = list[list[str | None]]
 _Placed = tuple[int, ...]
+# Hyperparameters that tell groups apart; a scheduler keeps the rate that it has found.
+_TELLING = (("weight_decay",), ("betas",), ("momentum",), ("eps",), ("initial_lr", "lr"))
 _MOST_STATES = 1000  # of the search for the only way to place several groups
 
 
@@ -187,6 +190,51 @@ def name_divided(
             if len(named) == len(groups) and named not in fitting:
                 fitting.append(named)
     return fitting[0] if len(fitting) == 1 else None
+
+
+def match_live_groups(
+    stored: Sequence[Mapping[str, Any]],
+    sizes: Sequence[int],
+    live: Sequence[ParamGroup],
+    order: Iterable[str],
+) -> list[ParamGroup]:
+    """Return the groups of a live optimizer in the order of the stored ones; none if it is unclear.
+
+    The run that saved may have listed the same groups in another order. Where their sizes and
+    hyperparameters do not tell them apart, both must have the model's order.
+
+    Args:
+        sizes: the number of members of each stored group.
+        order: the names of the model's parameters.
+    """
+    hypers = [group.hyper for group in live]
+    ranks = [(_rank(stored, keys), _rank(hypers, keys)) for keys in _TELLING]
+    telling = [pair for pair in ranks if sorted(pair[0]) == sorted(pair[1])]
+    own = list(zip(sizes, *(pair[0] for pair in telling), strict=False))
+    marks = list(zip((len(g.fqns) for g in live), *(pair[1] for pair in telling), strict=False))
+    position = {fqn: number for number, fqn in enumerate(order)}
+    places = [position.get(fqn, 0) for group in live for fqn in group.fqns]
+    if sorted(own) != sorted(marks) or len(set(own)) < len(own):
+        return list(live) if places == sorted(places) else []
+    return [live[marks.index(mark)] for mark in own]
+
+
+def _rank(groups: Sequence[Mapping[str, Any]], keys: Sequence[str]) -> list[int]:
+    """Return the rank of a hyperparameter of each group; equal ranks if some group has none.
+
+    A schedule scales the rates of all groups, which keeps their ranks.
+
+    Args:
+        keys: the names of the hyperparameter; the first one that all groups have counts.
+    """
+    for key in keys:
+        values: list[Any] = [group.get(key) for group in groups]
+        values = [tuple(value) if isinstance(value, list) else value for value in values]
+        kinds = {float if isinstance(value, (int, float)) else type(value) for value in values}
+        if kinds in ({float}, {tuple}):
+            ranks = sorted(set(values))
+            return [ranks.index(value) for value in values]
+    return [0] * len(groups)
 
 
 def can_name_groups(

@@ -51,7 +51,7 @@ def select_optimizers(
     if model is not None:
         divisions = divide_parameters(model) if by_trainer else ()
         known = replace(known, ordered=True, model=model.source)
-        known = replace(known, divisions=divisions, members=model.members)
+        known = replace(known, divisions=divisions, live=model.groups)
     joined, whole = _read_jointly(parts, known, weights, model, pool)
     read |= dict.fromkeys(joined[:1], whole)
     for path, value in parts.optimizers.items():

@@ -27,6 +27,7 @@ from reshard.state_dict.optimizers.layouts import (
     KnownParameters,
     Slots,
     WholeLayout,
+    fits_live_order,
     identify_layout,
     infer_shape,
     select_tensors,
@@ -35,6 +36,7 @@ from reshard.state_dict.optimizers.numbering import (
     AmbiguousError,
     MoreParametersError,
     UnknownShapeError,
+    match_live_groups,
     may_be_divided_by_decay,
 )
 from reshard.state_dict.plain_values import to_plain
@@ -59,6 +61,11 @@ _GROUPS_BY_NAMES = UnnamedOptimizer(
 # Megatron's (one for each param group), that of apex and of Megatron until 2020, and SpecForge's
 # (one for all groups).
 MASTER_LISTS = ("fp32_from_fp16_params", "fp32_from_fp16", "fp32_params")
+_TWO_ORDERS = (
+    "the optimizer is stored by index, and its shapes fit the order of the model and that of the"
+    " live optimizer: it is read in the model's order. If the run that saved had the order of the"
+    " live optimizer, load its files without reshard"
+)
 _FAIRSCALE = "param_id_map"  # FairScale's consolidated form numbers parameters by unit
 
 
@@ -460,6 +467,10 @@ def _add_numbered(
                 f" {some(known.others)}"
             )
         members = [_list_members(group) for group in groups] or [list(state)]
+        if known.live:
+            sizes = list(map(len, members))
+            live = match_live_groups(groups, sizes, known.live, known.shapes)
+            known = replace(known, live=live)
         layout, names = identify_layout(state, members, known, stored)
     except AmbiguousError as reason:
         misfit = isinstance(reason, UnknownShapeError)
@@ -472,6 +483,8 @@ def _add_numbered(
             f"the optimizer is stored by index, and {reason}; it is left out{advice}"
         )
         return {}
+    if not stored and fits_live_order(state, members, known, names):
+        parsed.notes.append(_TWO_ORDERS)
     return _add_states(parsed, state, names, layout, pool)
 
 
