@@ -18,11 +18,13 @@ class LaidOut(NamedTuple):
     Args:
         copied: entries of the source, beside those of its manifest, that fill copies of stored
             values; a layout that has them leaves nothing out.
+        load_line: the line that loads the files, as `Writer.load_line`; empty: the writer's own.
     """
 
     skeleton: Skeleton
     notes: tuple[str, ...]
     copied: tuple[Entry, ...] = ()
+    load_line: str = ""
 
 
 def join(parts: Iterable[Skeleton]) -> Skeleton:

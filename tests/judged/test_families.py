@@ -23,6 +23,8 @@ PROVED = (  # neighbours are of one kind: they take turns in the two forms of a 
     families.CONFIGS["nemotron_h_moe"],
     "deepseek_v3",
     "glm4_moe",
+    "qwen3_moe",
+    '{"model_type": "mistral", "sliding_window": 4096}',
     "qwen2",
     "phi3",
     "smollm3",

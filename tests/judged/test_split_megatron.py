@@ -233,7 +233,12 @@ def test_a_hugging_face_mixture_determines_the_names_of_its_experts(megatron_cas
     config = tmp_path / "hf" / "config.json"
     text = config.read_text().replace('"rope_theta": 10000.0', '"rope_theta": 26914.93')
     config.write_text(text)
-    reshard.split(tmp_path / "hf", tmp_path / "out", to="megatron", weights_only=True)
+    report = reshard.split(tmp_path / "hf", tmp_path / "out", to="megatron", weights_only=True)
+    told = " ".join(report.notes)
+    assert "does not restore --transformer-impl transformer_engine" in told
+    assert "has no option for rotary_base=26914.93:" in told
+    assert "--num-experts 4" in report.load_line
+    assert "--hidden-dropout 0.0" in report.load_line
     file = open_rank(Location([tmp_path / "out" / "release" / "mp_rank_00"]))
     assert file.args.values["moe_grouped_gemm"] is True
     assert file.args.values["rotary_base"] == 26914.93

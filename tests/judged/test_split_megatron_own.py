@@ -72,7 +72,7 @@ def test_modules_own_states_are_those_that_megatron_gives_each_rank(megatron_cas
 def test_random_states_are_those_of_the_rank(megatron_case, went_on, route):
     report, held = went_on[route]
     assert "random states of 4 ranks" in report.kept
-    assert not any("no-load-rng" in text for text in report.notes)
+    assert not any("no-load-rng" in text for text in (*report.notes, report.load_line))
     for rank in range(4):
         (wanted,), (found,) = (
             read_saved(megatron_case(CASE) / "torch", rank)["rng_state"],
@@ -118,6 +118,7 @@ def test_dropped_states_are_reported(megatron_case, options, why, tmp_path):
     report = reshard.split(megatron_case(CASE) / "torch", tmp_path / "out", **options)
     assert any("own states of 8 modules" in text and why in text for text in report.dropped)
     assert any(text.startswith("random states") for text in report.dropped)
+    assert ("--no-load-rng" in report.load_line) is ("to" not in options)
 
 
 def test_torch_dist_keeps_them_for_every_grid(megatron_case, tmp_path):

@@ -145,6 +145,7 @@ def _plan(
     filled = passes.leave_out_zeros(skeleton, state)
     plan = Plan(manifest.entries, filled, options.budget()[1])
     report = describe_split(conversion, state, skeleton, plan)
+    report.load_line = layout.load_line or report.load_line
     report.notes = [*layout.notes, *([] if layout.copied else report.notes)]
     names = [file.name for file in skeleton.files]
     report.warnings += engines.describe_defects(

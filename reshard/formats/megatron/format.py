@@ -250,7 +250,7 @@ class Megatron(Writer):
         if request.run is None or not request.keeps_layout:
             return laid
         # Our trainer resumes from a run directory of its own, which Megatron-LM does not have.
-        return laid._replace(skeleton=request.run.lay_out_directory(laid.skeleton))
+        return laid._replace(skeleton=request.run.lay_out_directory(laid.skeleton), load_line="")
 
 
 def _find_dtype_of_module(source: Manifest, args: Mapping[str, Any]) -> DType | None:

@@ -129,7 +129,7 @@ def lay_out_hf_trainer(state: WritableState, request: Request) -> LaidOut:
         state, adapted = hf_param_groups.adapt_groups(state, request.model)
     if deepspeed:
         own = state if request.weights_only else hf_trainer.add_scheduler(state)
-        files, notes, _ = registry.find_writer("deepspeed").lay_out(own, request)
+        files, notes, *_ = registry.find_writer("deepspeed").lay_out(own, request)
     else:
         files = _lay_out_state_dicts(state, request)
         notes = _note_changes(state, request, "scheduler", "step")

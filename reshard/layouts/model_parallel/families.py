@@ -460,6 +460,10 @@ def _read_traits(
             unsupported.append(f"{key} is {stated}, not {read[line.own]}")
         else:
             traits = traits.with_values({line.own: value})
+    for name, keys in megatron_traits.DROPOUTS.items():
+        rates = (config.get(key) for key in keys)
+        rate = next((rate for rate in rates if isinstance(rate, (int, float))), 0.0)
+        traits = traits.with_values({name: float(rate)})
     hidden, heads = traits.hidden, traits.heads
     return (
         replace(

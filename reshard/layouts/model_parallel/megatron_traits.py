@@ -13,6 +13,15 @@ from reshard.layouts.model_parallel.traits import Traits
 _POSITIONS = {"learned_absolute": "learned", "absolute": "learned", "rope": "rope", "yarn": "rope"}
 _ENUMERATED = {1: "rope", 2: "learned", 3: "alibi"}  # bigscience's enums.py, PositionEmbeddingType
 OWN_BUILDER = "model_builder_class"  # of our own: what builds layers that args do not describe
+DROPOUTS = {  # argument -> the keys of configs that state it
+    "attention_dropout": (
+        *("attention_dropout", "attn_pdrop", "attn_dropout", "attention_probs_dropout_prob"),
+    ),
+    "hidden_dropout": (
+        *("hidden_dropout", "resid_pdrop", "resid_dropout", "residual_dropout"),
+        "hidden_dropout_prob",
+    ),
+}
 _FAST_GELU = "fast_gelu"  # core/activations.py: the tanh approximation
 # The letters of a hybrid model's layers since core 0.17, and before.
 _PATTERN, _OLD_PATTERN = "hybrid_layer_pattern", "hybrid_override_pattern"
@@ -148,6 +157,8 @@ def make_args(traits: Traits) -> dict[str, Any]:
         "untie_embeddings_and_output_weights": not traits.tied,
         "vocab_size": traits.vocab,
         "num_experts": traits.experts,
+        # Megatron's default is 0.1.
+        **{name: traits.get(name) or 0.0 for name in DROPOUTS},
     }
     if traits.gated and traits.activation == "gelu_pytorch_tanh":
         args |= {"gated_linear_unit": True, "activation_func": _FAST_GELU}

@@ -1,4 +1,4 @@
-"""Build Megatron-core's own model from the ``args`` in a checkpoint, and load the checkpoint.
+"""Build Megatron-core's own model from a command line of Megatron-LM, and load a checkpoint.
 
 This module repeats what Megatron-LM core_v0.16.1 does between a command line and a model
 (``training/arguments.py`` ``core_transformer_config_from_args``, ``gpt_builders.py``), because the
@@ -9,7 +9,11 @@ switched off.
 from __future__ import annotations
 
 import dataclasses
-from argparse import Namespace
+import json
+import shlex
+import typing
+from argparse import ArgumentParser, Namespace
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -53,6 +57,7 @@ ON_CPU = {
     "apply_rope_fusion": False,
     "hidden_dropout": 0.0,
     "attention_dropout": 0.0,
+    "sequence_parallel": False,
     "moe_token_dispatcher_type": "allgather",
     "params_dtype": torch.float32,
     "pipeline_dtype": torch.float32,
@@ -61,11 +66,111 @@ TRACKER = "latest_checkpointed_iteration.txt"
 YARN = "yarn_"  # prefix of settings that Megatron reads by getattr: the class has no such fields
 
 
-def read_args(place: Path) -> Namespace:
-    """Return the arguments of a run, which every file of it contains."""
-    base = _find_iteration(place)
-    path = base / "common.pt" if _is_dist(base) else next(base.glob("mp_rank_*/model_optim_rng.pt"))
-    return torch.load(path, map_location="cpu", weights_only=False)["args"]
+# Options that ``training/arguments.py`` does not make of the fields of TransformerConfig, with the
+# types of their values. None: a switch.
+_OPTIONS: dict[str, Callable[[str], Any] | None] = {
+    **dict.fromkeys(
+        """
+        load ckpt-format position-embedding-type rope-type pipeline-model-parallel-layout
+        """.split(),
+        str,
+    ),
+    **dict.fromkeys(
+        """
+        padded-vocab-size max-position-embeddings rotary-base rotary-seq-len-interpolation-factor
+        num-experts decoder-first-pipeline-num-layers decoder-last-pipeline-num-layers
+        num-layers-per-virtual-pipeline-stage q-lora-rank kv-lora-rank qk-head-dim
+        qk-pos-emb-head-dim v-head-dim
+        """.split(),
+        int,
+    ),
+    **dict.fromkeys(
+        """
+        rotary-percent rope-scaling-factor rotary-scaling-factor mscale mscale-all-dim
+        """.split(),
+        float,
+    ),
+    **dict.fromkeys(
+        """
+        group-query-attention use-rope-scaling swiglu squared-relu quick-geglu
+        untie-embeddings-and-output-weights use-distributed-optimizer bf16 fp16 no-load-rng
+        """.split()
+    ),
+    "window-size": lambda text: tuple(map(int, text.split(","))),
+    "hybrid-override-pattern": str,
+    "moe-aux-loss-coeff": float,
+    **dict.fromkeys(
+        ("window-attn-skip-freq", "no-rope-freq", "moe-layer-freq", "linear-attention-freq"),
+        json.loads,
+    ),
+}
+_DEFAULTS = {
+    "rotary_base": 10000,
+    "rotary_percent": 1.0,
+    "rope_scaling_factor": 8.0,
+    "rotary_scaling_factor": 1.0,
+    "mscale": 1.0,
+    "mscale_all_dim": 0.0,
+    "position_embedding_type": "learned_absolute",
+    "bias_gelu_fusion": True,
+    "moe_layer_freq": 1,
+}
+
+
+# Fields of TransformerConfig that get no option.
+_NO_OPTIONS = """
+gated_linear_unit activation_func bias_activation_fusion softmax_scale num_moe_experts
+heterogeneous_block_specs hetereogenous_dist_checkpoint num_layers_in_first_pipeline_stage
+num_layers_in_last_pipeline_stage virtual_pipeline_model_parallel_size
+""".split()
+
+
+def parse_line(line: str) -> Namespace:
+    """Return the arguments of a command line, as Megatron-LM parses it.
+
+    ``training/argument_utils.py`` (``ArgumentGroupFactory``) makes most options of the fields of
+    Megatron-core's own class.
+
+    Raises:
+        ValueError: Megatron-LM has no such option.
+    """
+    parser = ArgumentParser(allow_abbrev=False, exit_on_error=False)
+    for field in dataclasses.fields(TransformerConfig):
+        _add_field(parser, field)
+    for name, kind in _OPTIONS.items():
+        how: dict[str, Any] = {"action": "store_true"} if kind is None else {"type": kind}
+        parser.add_argument(f"--{name}", **how)
+    parser.add_argument("--no-bias-gelu-fusion", action="store_false", dest="bias_gelu_fusion")
+    parser.add_argument("--spec", nargs=2)
+    parser.set_defaults(**_DEFAULTS)
+    _, *words = shlex.split(line)
+    args, unknown = parser.parse_known_args(words)
+    if unknown:
+        raise ValueError(f"Megatron-LM has no option {unknown[0]}")
+    if args.expert_tensor_parallel_size is None:
+        args.expert_tensor_parallel_size = args.tensor_model_parallel_size
+    return args
+
+
+def _add_field(parser: ArgumentParser, field: dataclasses.Field[Any]) -> None:
+    """Add the option of a field, or only its default value."""
+    kind: Any = field.type
+    while typing.get_args(kind):  # of Optional, Union and Literal the first
+        kind = typing.get_args(kind)[0]
+    kind = kind if isinstance(kind, type) else type(kind)
+    name = field.name.replace("_", "-")
+    if name in _OPTIONS or field.default is dataclasses.MISSING:
+        return
+    if field.name in _NO_OPTIONS or kind not in (bool, int, float, str):
+        parser.set_defaults(**{field.name: field.default})
+        return
+    is_on = field.default is True
+    meta = {"arg_names": [f"--no-{name}", f"--disable-{name}"] if is_on else [f"--{name}"]}
+    meta |= {"default": field.default, **field.metadata.get("argparse_meta", {})}
+    how: dict[str, Any] = {"type": kind}
+    if kind is bool:
+        how = {"action": "store_false" if is_on else "store_true"}
+    parser.add_argument(*meta["arg_names"], dest=field.name, default=meta["default"], **how)
 
 
 def _is_dist(base: Path) -> bool:

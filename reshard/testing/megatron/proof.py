@@ -4,7 +4,7 @@ transformers builds a tiny random model with the features of the configuration (
 for each grid are:
 
     convert     ``reshard convert --to megatron`` writes it, with its optimizer
-    load        megatron-core builds a model from the ``args`` in the checkpoint alone, and loads
+    load        megatron-core builds a model from the reported command line alone, and loads
                 weights and Adam strictly; every moment is compared with its weight
     logits      Megatron's logits equal those of transformers
     merge       ``reshard merge`` returns each tensor with its name and its bits, and transformers
@@ -27,6 +27,7 @@ from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from reshard import api
+from reshard.containers.yaml_files import parse_yaml
 from reshard.errors import ReshardError
 from reshard.layouts.model_parallel import config_keys, families
 from reshard.testing.megatron import models, mtp
@@ -40,6 +41,7 @@ CONVERT, LOAD, LOGITS = "convert", "load", "logits"
 MERGE, MOMENTS, PUBLISHED, RANKS = "merge", "moments", "published", "ranks"
 STEPS = (CONVERT, LOAD, LOGITS, MERGE, MOMENTS, PUBLISHED, RANKS)
 _SHOWN = 4
+_WITHOUT_OPTION = re.compile(r" has no option for (.+): ")
 # Configurations of families for which the defaults of their class cannot be proved. transformers
 # raises the steps of a Mamba layer to time_step_min, but Megatron does not. Megatron-Bridge builds
 # Exaone 4 only without a window. The class of Nemotron has no default for its heads, and that of
@@ -122,6 +124,7 @@ class Proof:
         rules: a user's file of rules, with a family of its own.
         grids: the grids to which the model was converted.
         refused: the reason -> the last grid that was refused for it.
+        lines: grid -> the command line that starts Megatron-LM, and the settings without an option.
     """
 
     name: str
@@ -131,6 +134,7 @@ class Proof:
     sources: Sources | None = None
     grids: list[RankGrid] = field(default_factory=list)
     refused: dict[str, RankGrid] = field(default_factory=dict)
+    lines: dict[RankGrid, tuple[str, dict[str, Any]]] = field(default_factory=dict)
     problems: list[Problem] = field(default_factory=list)
 
     @property
@@ -230,7 +234,7 @@ def finish(proofs: list[Proof], place: Path) -> list[Proof]:
 def _make_job(proof: Proof, ranks: RankGrid) -> LoadJob:
     run = proof.locate_run(ranks)
     tokens, directory = proof.place / models.TOKENS, proof.place / f"{run.name}.megatron"
-    return LoadJob(str(run), str(tokens), ranks.world, str(directory))
+    return LoadJob(str(run), str(tokens), ranks.world, str(directory), *proof.lines[ranks])
 
 
 def _begin(proof: Proof, dense: Grids, sparse: Grids) -> Proof:
@@ -251,12 +255,21 @@ def _begin(proof: Proof, dense: Grids, sparse: Grids) -> Proof:
             options: dict[str, Any] = {"transformer_impl": proof.impl}
             # transformers' own class lacks MTP layers: a model that it builds would not fit.
             options |= {} if proof.sources.mtp else {"model": str(proof.sources.model)}
-            _convert(proof, proof.sources.run, proof.locate_run(ranks), ranks, **options)
+            run = proof.locate_run(ranks)
+            report = _convert(proof, proof.sources.run, run, ranks, **options)
         except ReshardError as error:
             proof.refused[error.problem] = ranks
             continue
         proof.grids.append(ranks)
+        proof.lines[ranks] = report.load_line, _find_settings(report.notes)
     return proof
+
+
+def _find_settings(notes: Iterable[str]) -> dict[str, Any]:
+    """Return the settings that a report names because no option of Megatron-LM sets them."""
+    told = next(filter(None, map(_WITHOUT_OPTION.search, notes)), None)
+    pairs = [pair.partition("=") for pair in told[1].split(", ")] if told else []
+    return {name: parse_yaml(Path("report"), value) for name, _, value in pairs}
 
 
 def _is_lacking(proof: Proof) -> bool:
@@ -271,11 +284,11 @@ def _has_experts(config: Any) -> bool:
     return any(getattr(config, key, None) for key in models.EXPERT_COUNTS)
 
 
-def _convert(proof: Proof, source: Path, target: Path, ranks: RankGrid, **options: Any) -> None:
+def _convert(proof: Proof, source: Path, target: Path, ranks: RankGrid, **options: Any) -> Any:
     sizes: dict[str, Any] = {"tp": ranks.tp, "pp": ranks.pp, "ep": ranks.ep, "dp": ranks.dp}
     sizes["ckpt_format"] = ranks.form
     how: dict[str, Any] = {"adam": "torch", "make_vocab_size_divisible_by": 8}
-    api.split(source, target, to="megatron", **sizes, **how, **proof.options, **options)
+    return api.split(source, target, to="megatron", **sizes, **how, **proof.options, **options)
 
 
 def _check_megatron(proof: Proof, found: dict[str, Any] | str) -> Iterator[tuple[str, str]]:

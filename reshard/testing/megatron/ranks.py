@@ -29,12 +29,16 @@ class LoadJob:
     Args:
         checkpoint: the directory of the run.
         tokens: the file (``torch.save``) of the tokens for which logits are computed.
+        line: the command line that the conversion reported.
+        without_option: the arguments of the model that no option of Megatron-LM sets.
     """
 
     checkpoint: str
     tokens: str
     world: int
     directory: str
+    line: str
+    without_option: dict[str, Any]
 
 
 def run_jobs(jobs: Sequence[LoadJob], place: Path) -> list[dict[str, Any] | str]:

@@ -8,6 +8,7 @@ args        the Namespace in every file
 written_states
             extra states and random states of ranks, on the new grid
 chain       the states of one optimizer, or of a chain of several
+launch      the command line that starts Megatron-LM with the model
 legacy      a folder for each rank (``--ckpt-format torch``)
 dist        one DCP directory for all grids (``--ckpt-format torch_dist``)
 """
@@ -31,7 +32,7 @@ __all__ = ["MegatronOptions", "lay_out"]
 
 def lay_out(state: WritableState, wanted: MegatronOptions, described: Described) -> LaidOut:
     """Return the layout of the run directory."""
-    from reshard.formats.megatron.write import dist, legacy
+    from reshard.formats.megatron.write import dist, launch, legacy
 
     choice = resolve(state, wanted, described)
     inside = legacy.name_directory(choice)
@@ -39,9 +40,25 @@ def lay_out(state: WritableState, wanted: MegatronOptions, described: Described)
         laid_out = dist.lay_out_files(choice, inside, wanted.sizes.model * wanted.data)
     else:
         laid_out = legacy.lay_out_files(choice, inside)
-    return LaidOut(
-        skeletons.join([legacy.lay_out_tracker(choice), *laid_out]), tuple(_write_notes(choice))
+    skeleton, notes = (
+        skeletons.join([legacy.lay_out_tracker(choice), *laid_out]),
+        [*_write_notes(choice)],
     )
+    has_random = wanted.form == "torch_dist" or wanted.weights_only or bool(wanted.rank_states.rng)
+    if _has_own_arguments(choice) or described.args.get(BUILDER):
+        line = " ".join(["--load {path}", *([] if has_random else ["--no-load-rng"])])
+        return LaidOut(skeleton, tuple(notes), load_line=line)
+    args = {**choice.args, "ckpt_format": wanted.form}
+    line = launch.make_line(args, loads_random_states=has_random)
+    notes += launch.describe_gaps(args, described.args)
+    return LaidOut(skeleton, tuple(notes), load_line=line)
+
+
+def _has_own_arguments(choice: Resolved) -> bool:
+    """Return whether the source states the arguments of its run, which the new run has, too."""
+    manifest = choice.state.manifest
+    config = manifest.train.config
+    return manifest.origin.format == NAME and isinstance(config, dict) and "hidden_size" in config
 
 
 def _write_notes(choice: Resolved) -> list[str]:
