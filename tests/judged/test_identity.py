@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from click.testing import CliRunner
+from torch.distributed.checkpoint import FileSystemReader as DcpReader
 
 import reshard
 from reshard import formats
@@ -80,6 +81,51 @@ def test_folders_of_megatron_ranks_that_were_exchanged_are_refused(megatron, tmp
     exchange(*ranks_of(megatron, "model_optim_rng.pt"))
     with pytest.raises(CorruptError, match="saved by rank"):
         reshard.merge(megatron, tmp_path / "out")
+
+
+@pytest.mark.parametrize(
+    ("other", "says"),
+    [
+        (
+            "llama_tp4",
+            "common.pt: its args says grid pp 1, tp 4, but .metadata says grid pp 1, tp 2",
+        ),
+        ("llama_fp16_tp2", "says precision fp16, but .metadata says precision bf16"),
+        ("llama_odd_tp2", "padded_vocab_size 112, but .metadata says padded_vocab_size 96"),
+        ("save", "says directory of the run /another/run, but"),
+    ],
+)
+def test_the_common_file_of_another_run_of_megatron_is_refused(
+    megatron_case, tmp_path, other, says
+):
+    source = megatron_case("llama_distopt_tp2dp2") / "torch_dist_fully_reshardable"
+    run = Path(shutil.copytree(source, tmp_path / "run"))
+    common = next(run.rglob("common.pt"))
+    if other == "save":  # an argument that the judge's runs do not state
+        root = torch.load(common, weights_only=False)
+        about = DcpReader(common.parent).read_metadata().storage_meta
+        for place, is_own in ((Path(about.checkpoint_id).parent, True), ("/another/run", False)):
+            root["args"].save = str(place)
+            torch.save(root, common)
+            assert bool(find_conflicts(formats.read([run]).files)) is not is_own
+    else:
+        shutil.copy(next((megatron_case(other) / "torch_dist").rglob("common.pt")), common)
+    with pytest.raises(CorruptError, match=says):
+        reshard.merge(run, tmp_path / "out")
+    report = reshard.verify(run)
+    assert [check.name for check in report.checks if check.failures] == ["ranks"]
+
+
+def test_quick_checks_refuse_what_merge_refuses(megatron_case, tmp_path):
+    """Files without a statement about their rank, whose values tell it."""
+    run = shutil.copytree(megatron_case("llama_distopt_tp2dp2") / "torch", tmp_path / "run")
+    assert not any(check.failures for check in reshard.verify(run).checks)
+    exchange(*ranks_of(Path(run), "distrib_optim.pt"))
+    with pytest.raises(CorruptError, match="its master weights do not belong to the weights"):
+        reshard.merge(run, tmp_path / "out")
+    failed = [check for check in reshard.verify(run).checks if check.failures]
+    assert [check.name for check in failed] == ["ranks"]
+    assert "its master weights do not belong" in failed[0].failures[0]
 
 
 def test_seeds_identify_tensor_parallel_ranks_without_arguments(megatron, tmp_path):

@@ -73,6 +73,8 @@ _ADVICE_EXPORTED = "save with use_dist_checkpointing=True, or pass the Hugging F
 _DECODER = "decoder.layers."
 _NEMO = "module."
 _STEPS = frozenset(("iteration", "global_step"))
+_RANDOM = re.compile(r"rng_state/shard_\d+\.\d+[\d.]*_(\d+)\.(\d+)(?:\.\d+)?")
+_OTHER_PLACES = ("non_persistent_ckpt_type", "ckpt_convert_save")
 _PREFIXED = re.compile(r"^((?:(?:chained_\d+\.)?optimizer\.state\.\w+\.)?)module\.")
 
 
@@ -134,7 +136,7 @@ def read(location: Location, table: Table) -> Manifest:
         origin=Origin("megatron", str(location)),
         entries=index_entries(grid.sort_entries([*whole.values(), *slots, *flat])),
         files={
-            **_add_claims(location, loaded, common),
+            **_add_claims(location, loaded, common, saved_args, whole),
             **(exported.files if exported else {}),
         },
         train=train.make_train_state(
@@ -232,28 +234,102 @@ def _read_buffers(
 
 
 def _add_claims(
-    location: Location, loaded: ParsedTree, common: Mapping[str, Any]
+    location: Location,
+    loaded: ParsedTree,
+    common: Mapping[str, Any],
+    args: Arguments,
+    whole: Mapping[tuple[str, str], Entry],
 ) -> dict[str, SourceFile]:
-    """Return the files, with what common.pt and ``.metadata`` state about the iteration.
+    """Return the files, with what common.pt and ``.metadata`` both state.
 
-    Megatron names the directory after the iteration, and DCP keeps the directory's name.
+    Args:
+        args: the arguments in common.pt.
+        whole: the model's tensors.
+    """
+    path = location.files.get(directory.COMMON)
+    if path is None or str(path) not in loaded.files:
+        return loaded.files
+    about = location.files[directory.METADATA]
+    of_common = loaded.files[str(path)]
+    stated, claims = [], []
+    for what, value, evidence, own, own_evidence in (
+        *_compare_places(loaded.directory, common.get("iteration"), args),
+        *_compare_model(args, whole),
+        *_compare_grids(loaded.root, args),
+    ):
+        stated.append(Claim(what, value, evidence))
+        claims.append(Claim(what, own, own_evidence))
+    if not claims:
+        return loaded.files
+    # The first of two statements counts: .metadata is written with the tensors.
+    return {
+        str(about): SourceFile(str(about), about.stat().st_size, claims=tuple(stated)),
+        **loaded.files,
+        of_common.path: replace(of_common, claims=(*of_common.claims, *claims)),
+    }
+
+
+_Pair = tuple[str, str, str, str, str]  # what; value and evidence of .metadata, and of common.pt
+_ARGS = "its args"
+
+
+def _compare_places(place: str, step: Any, args: Arguments) -> Iterator[_Pair]:
+    """Yield the iteration and the run's directory: Megatron names each directory after both.
+
+    DCP keeps the name of the directory that it saves to. Those of other checkpoints than the
+    regular ones (--non-persistent-ckpt-type) may be elsewhere.
 
     Source: Megatron-LM core_v0.16.1 ``megatron/training/checkpointing.py`` (get_checkpoint_name),
     torch 2.13 ``distributed/checkpoint/filesystem.py`` (``storage_meta``).
     """
-    path, step = location.files.get(directory.COMMON), common.get("iteration")
-    named = directory.parse_iteration(loaded.directory)
-    if path is None or named is None or type(step) is not int:
-        return loaded.files
-    about = location.files[directory.METADATA]
-    of_common = loaded.files[str(path)]
-    stated = Claim("iteration", str(named), "the directory that it was saved to")
-    claim = Claim("iteration", str(step), "its counter of iterations")
-    return {
-        **loaded.files,
-        of_common.path: replace(of_common, claims=(*of_common.claims, claim)),
-        str(about): SourceFile(str(about), about.stat().st_size, claims=(stated,)),
-    }
+    named, evidence = directory.parse_iteration(place), "the directory that it was saved to"
+    if named is None:
+        return
+    if type(step) is int:
+        yield "iteration", str(named), evidence, str(step), "its counter of iterations"
+    saved = args.values.get("save")
+    others = (args.values.get(name) for name in _OTHER_PLACES)
+    if (
+        isinstance(saved, str)
+        and saved.startswith("/")
+        and place.startswith("/")
+        and not any(others)
+    ):
+        parent = place.rstrip("/").rpartition("/")[0]
+        run = saved.rstrip("/")
+        is_inside = f"{parent}/".startswith(f"{run}/")
+        yield "directory of the run", run if is_inside else parent, evidence, run, _ARGS
+
+
+def _compare_model(args: Arguments, whole: Mapping[tuple[str, str], Entry]) -> Iterator[_Pair]:
+    """Yield the sizes and the dtype of the embedding, and the number of layers."""
+    embedding = whole.get((PARAM, names.EMBEDDING))
+    found: dict[str, int] = {}
+    if embedding is not None and len(embedding.shape) > 1:
+        found = dict(zip(("padded_vocab_size", "hidden_size"), embedding.shape, strict=False))
+    if not (arguments.is_hybrid(args.values) or arguments.has_own_configs(args.values)):
+        numbers = {names.find_layer(fqn) for _, fqn in whole} - {None}
+        found |= {"num_layers": len(numbers)} if numbers else {}
+    for name, size in found.items():
+        value = args.values.get(name)
+        if type(value) is int:
+            yield name, str(size), "its list of tensors", str(value), _ARGS
+    given = [name for name in ("bf16", "fp16") if args.flag(name)]
+    if embedding is not None and len(given) == 1:
+        precision = {"bfloat16": "bf16", "float16": "fp16"}.get(embedding.dtype.name)
+        if precision is not None:
+            yield "precision", precision, "its list of tensors", given[0], _ARGS
+
+
+def _compare_grids(root: Mapping[str, Any], args: Arguments) -> Iterator[_Pair]:
+    """Yield the numbers of stages and of tensor-parallel ranks, by which random states are kept.
+
+    Source: ``megatron/training/checkpointing.py`` (get_rng_state).
+    """
+    sizes = next(filter(None, map(_RANDOM.fullmatch, root)), None)
+    if sizes is not None and {"pipeline_model_parallel_size"} <= args.values.keys():
+        own = f"pp {args.pp}, tp {args.tp}"
+        yield "grid", f"pp {sizes[1]}, tp {sizes[2]}", "its list of random states", own, _ARGS
 
 
 def _check_shapes(
