@@ -43,7 +43,14 @@ class TargetOptions(Options):
     pp: int | None = _grid(None, "Pipeline-parallel ranks.", minimum=1, unset=_AS_SOURCE)
     ep: int | None = _grid(None, "Expert-parallel ranks.", minimum=1, unset=_AS_SOURCE)
     dp: int | None = _grid(
-        None, "Data-parallel ranks.", minimum=1, unset="--world-size / (tp x pp)"
+        None, "Data-parallel ranks.", minimum=1, unset="--world-size / (tp x pp x cp)"
+    )
+    cp: int | None = _grid(None, "Context-parallel ranks.", minimum=1, unset=_AS_SOURCE)
+    etp: int | None = _grid(
+        None,
+        "Tensor-parallel ranks of each expert.",
+        minimum=1,
+        unset="1 if that of the source is 1, else --tp",
     )
     vpp: int | None = _grid(
         None,

@@ -10,7 +10,8 @@ import torch
 
 import reshard
 from reshard.errors import UnsupportedError, UsageError
-from tests.judges.megatron_judge import load_all, loading
+from tests.judged.expected import read_expected
+from tests.judges.megatron_judge import Grid, load_all, loading
 
 # The pickles name classes of Megatron, whose modules warn when they are imported.
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning")
@@ -162,3 +163,64 @@ def test_streams_of_older_transformer_engines_are_kept(megatron_case, tmp_path):
         held = torch.load(path, weights_only=False)["model"]
         for name, value in wanted[path.parent.name].items():
             assert held[name].getvalue() == value
+
+
+def read_files(place):
+    """Return what each rank's file of the torch format holds."""
+    paths = sorted(place.rglob("model_optim_rng.pt"))
+    return [torch.load(path, weights_only=False) for path in paths]
+
+
+def test_context_parallel_ranks_count_among_the_data_parallel_ones(megatron_case, tmp_path):
+    """As Megatron-core numbers ranks: the first of each group of copies saves."""
+    from megatron.core.parallel_state import RankGenerator
+
+    source, out = megatron_case("llama_tp2pp2") / "torch", tmp_path / "out"
+    reshard.split(source, out, cp=2, dp=2)
+    copies = RankGenerator(tp=2, ep=1, dp=2, pp=2, cp=2, order="tp-cp-ep-dp-pp").get_ranks("cp-dp")
+    args = [vars(file["args"]) for file in read_files(out)]
+    assert sorted(each["rank"] for each in args) == sorted(ranks[0] for ranks in copies)
+    names = ("world_size", "context_parallel_size", "data_parallel_size")
+    assert {tuple(map(each.get, names)) for each in args} == {(16, 2, 2)}
+    reshard.split(out, tmp_path / "again", tp=1)  # the source's own --cp and number of ranks
+    args = [vars(file["args"]) for file in read_files(tmp_path / "again")]
+    assert {tuple(map(each.get, names)) for each in args} == {(16, 2, 4)}
+    assert reshard.diff(source, tmp_path / "again", kinds=["weight", "optimizer"]).same
+
+
+@pytest.mark.parametrize(
+    ("form", "sizes", "loaded"),
+    [
+        ("torch", {"tp": 2, "ep": 4, "etp": 1, "dp": 2}, Grid(tp=2, dp=2, ep=4, etp=1, sp=True)),
+        ("torch_dist", {"ep": 2, "etp": 2, "dp": 4}, Grid(dp=4, ep=2, etp=2)),
+    ],
+)
+def test_experts_are_cut_over_ranks_of_their_own(megatron_case, tmp_path, form, sizes, loaded):
+    source = megatron_case("mixtral_ep2")
+    reshard.split(source / "torch", tmp_path / "out", ckpt_format=form, **sizes)
+    load_all(tmp_path, {"run": loading("mixtral_ep2", tmp_path / "out", form, grid=loaded)})
+    expected, found = read_expected(source), read_expected(tmp_path / "run")
+    for name, value in expected["params"].items():
+        assert torch.equal(found["params"][name], value), name
+        for slot, held in expected["optimizer"][name].items():
+            assert torch.equal(found["optimizer"][name][slot], held), (name, slot)
+
+
+def test_experts_over_each_other_in_one_file_are_refused(megatron_case, tmp_path):
+    source = megatron_case("mixtral_ep2") / "torch"
+    with pytest.raises(UsageError, match="is more than --tp 1: Megatron then saves several"):
+        reshard.split(source, tmp_path / "out", etp=2, ep=1, dp=2)
+
+
+def test_the_vocabulary_and_the_samples_come_back_from_deepspeed(megatron_case, tmp_path):
+    source, grid = megatron_case("llama_tp2pp2") / "torch", {"tp": 2, "pp": 2, "dp": 1}
+    reshard.split(source, tmp_path / "ds", to="deepspeed", names="hf", world_size=2)
+    report = reshard.split(
+        tmp_path / "ds", tmp_path / "back", to="megatron", transformer_impl="local", **grid
+    )
+    before, after = (read_files(place)[0] for place in (source, tmp_path / "back"))
+    for name in ("padded_vocab_size", "consumed_train_samples"):
+        assert getattr(after["args"], name) == getattr(before["args"], name), name
+    assert "--padded-vocab-size 96" in report.load_line
+    assert after["opt_param_scheduler"]["num_steps"] == before["opt_param_scheduler"]["num_steps"]
+    assert reshard.diff(source, tmp_path / "back", kinds=["weight", "optimizer"]).same

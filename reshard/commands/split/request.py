@@ -110,7 +110,8 @@ def _choose_sizes(manifest: Manifest, writer: Writer, options: SplitOptions) -> 
         pipeline=options.pp or own.pipeline,
         expert=options.ep or own.expert,
         # Whole experts stay whole; experts that are cut are cut over the new tensor-parallel ranks.
-        expert_tensor=1 if own.expert_tensor == 1 else None,
+        expert_tensor=options.etp or (1 if own.expert_tensor == 1 else None),
+        context=options.cp or (own.context if "cp" in writer.options else 1),
     )
 
 

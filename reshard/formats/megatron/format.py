@@ -123,7 +123,17 @@ class Megatron(Writer):
     name = NAME
     load_line = "--load {path}"
     options = (
-        *("tp", "pp", "ep", "dp", "vpp", "stage_layers", "make_vocab_size_divisible_by"),
+        *(
+            "tp",
+            "pp",
+            "ep",
+            "dp",
+            "cp",
+            "etp",
+            "vpp",
+            "stage_layers",
+            "make_vocab_size_divisible_by",
+        ),
         *("ckpt_format", "distributed_optimizer", "adam", "transformer_impl", "extra_state"),
     )
     random_states = "own"
@@ -143,7 +153,7 @@ class Megatron(Writer):
         """
         from reshard.formats.megatron.arguments import Arguments
         from reshard.formats.megatron.write.choice import MegatronOptions
-        from reshard.layouts.model_parallel.sizes import Sizes, parse_stage_layers
+        from reshard.layouts.model_parallel.sizes import parse_stage_layers
 
         args, sizes = _read_args(source), request.parallel
         virtual = options.vpp
@@ -163,9 +173,7 @@ class Megatron(Writer):
             distributed = args.get("use_distributed_optimizer") is True
         is_local = args.get("transformer_impl") == "local"
         megatron_options = MegatronOptions(
-            sizes=Sizes(
-                tensor=sizes.tensor, pipeline=sizes.pipeline, expert=sizes.expert, virtual=virtual
-            ),
+            sizes=replace(sizes, virtual=virtual),
             form=options.ckpt_format
             or ("torch_dist" if source.origin.form in _OF_DCP else "torch"),
             data=request.world_size // sizes.model,
@@ -177,7 +185,7 @@ class Megatron(Writer):
             keeps_names=source.origin.format == NAME and options.transformer_impl is None,
             divisible=(
                 options.make_vocab_size_divisible_by
-                or args.get("make_vocab_size_divisible_by")
+                or _get_multiple(source)
                 or _keep_rows(source, sizes.tensor)
                 or _DIVISIBLE
             ),
@@ -258,6 +266,15 @@ def _find_dtype_of_module(source: Manifest, args: Mapping[str, Any]) -> DType | 
     if source.origin.form != FSDP_DTENSOR:
         return None
     return next((dtype for name, dtype in _PRECISIONS.items() if args.get(name) is True), None)
+
+
+def _get_multiple(source: Manifest) -> int:
+    """Return the multiple of the vocabulary that a run states, or one that came from Megatron."""
+    from reshard.formats.megatron.translate import DIVISIBLE
+
+    config = source.train.config
+    stated = config.get(DIVISIBLE) if isinstance(config, Mapping) else None
+    return stated if type(stated) is int and stated > 0 else 0
 
 
 def _keep_rows(source: Manifest, tensor_ranks: int) -> int:

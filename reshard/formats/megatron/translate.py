@@ -2,7 +2,8 @@
 
     param groups  only the settings of an optimizer; groups that then have equal settings become one
     scheduler     ``opt_param_scheduler`` with the counters of torch's and DeepSpeed's schedulers
-    arguments     the batch and the clipping of gradients, under the names of DeepSpeed's config
+    arguments     the batch and the clipping of gradients, under the names of DeepSpeed's config,
+                  and the multiple of the vocabulary, by which a conversion back pads it
 
 Sources: Megatron-LM core_v0.16.1 ``core/optimizer/__init__.py`` (``_get_param_groups``),
 ``core/optimizer_param_scheduler.py``, ``training/arguments.py``.
@@ -29,6 +30,7 @@ _CHOICES = frozenset(
     is_expert_parallel is_decoupled_lr is_vision_model_parameter
     """.split()
 )
+DIVISIBLE = "make_vocab_size_divisible_by"
 _OPAQUE = frozenset(("checkpoint_version", "content_metadata", rank_states.OPAQUE_KEY))
 
 
@@ -75,6 +77,8 @@ def _make_config(arguments: Mapping[str, Any], ranks: int) -> dict[str, Any]:
         config["train_batch_size"] = total
         config["train_micro_batch_size_per_gpu"] = micro
         config["gradient_accumulation_steps"] = total // (micro * ranks)
+    if type(arguments.get(DIVISIBLE)) is int:
+        config[DIVISIBLE] = arguments[DIVISIBLE]
     return config
 
 

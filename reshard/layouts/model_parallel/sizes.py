@@ -19,6 +19,7 @@ class Sizes:
         expert: number of ranks that share the experts of a layer, and see different data.
         expert_tensor: number of ranks that share each expert; None: as many as share a layer.
         virtual: number of model chunks of each pipeline rank (interleaved schedule).
+        context: number of ranks that have the same part of a model, and share each sequence.
     """
 
     tensor: int = 1
@@ -26,11 +27,12 @@ class Sizes:
     expert: int = 1
     expert_tensor: int | None = None
     virtual: int = 1
+    context: int = 1
 
     @property
     def model(self) -> int:
         """Number of ranks that see the same data."""
-        return self.tensor * self.pipeline
+        return self.tensor * self.pipeline * self.context
 
     @property
     def is_one(self) -> bool:
@@ -43,6 +45,7 @@ class Sizes:
             ("pp", self.pipeline),
             ("ep", self.expert),
             ("vpp", self.virtual),
+            ("cp", self.context),
         )
         return " ".join(f"{name}={size}" for name, size in named if size > 1)
 
@@ -57,6 +60,7 @@ def parse_mesh(mesh: Mapping[str, int]) -> Sizes:
         pipeline=mesh.get("pp", 1),
         expert=mesh.get("ep", 1),
         expert_tensor=mesh.get("etp"),
+        context=mesh.get("cp", 1),
     )
 
 
@@ -87,7 +91,13 @@ def choose_world_size(sizes: Sizes, world: int | None, data: int | None, before:
             f" ({sizes})",
             f"pass --dp N, or --world-size {-(-ranks // sizes.model) * sizes.model}",
         )
-    holders = ranks // (sizes.pipeline * (sizes.expert_tensor or sizes.tensor))
+    holders, rest = divmod(ranks, sizes.pipeline * (sizes.expert_tensor or sizes.tensor))
+    if rest:
+        raise UsageError(
+            f"--etp {sizes.expert_tensor}",
+            f"does not divide the {ranks // sizes.pipeline} ranks of a stage",
+            "pass another --etp or --dp",
+        )
     if holders % sizes.expert:
         what = "data-parallel ranks" if holders == ranks // sizes.model else "ranks of a stage"
         raise UsageError(

@@ -68,8 +68,14 @@ def _write_notes(choice: Resolved) -> list[str]:
     notes += [f"not copied: {name}" for name in choice.lost]
     notes += describe_lost_state(choice.state)
     notes += filter(None, [choice.describe_lost_scaler()])
+    train = choice.state.manifest.train
     if choice.state.manifest.origin.format != NAME:
         notes += describe_lost_setup(choice.state)
+        if train.samples is None and train.step:
+            notes.append(
+                "the source does not count samples: Megatron begins with the first sample of its"
+                " data, unless your program skips those that were seen"
+            )
     notes += _describe_core(choice)
     notes += _describe_remainders(choice)
     notes += _describe_torch_adam(choice)

@@ -38,6 +38,7 @@ def adapt(
         num_layers_per_virtual_pipeline_stage=(
             layers // (sizes.pipeline * sizes.virtual) if sizes.virtual > 1 else None
         ),
+        context_parallel_size=sizes.context,
         expert_model_parallel_size=sizes.expert,
         expert_tensor_parallel_size=sizes.expert_tensor or sizes.tensor,
         data_parallel_size=data,

@@ -15,6 +15,7 @@ from reshard.formats.megatron import names
 from reshard.formats.megatron.arguments import Arguments, has_own_configs
 from reshard.formats.megatron.inferred import infer_model
 from reshard.formats.megatron.optimizers.forms import CHAINED
+from reshard.formats.megatron.translate import DIVISIBLE
 from reshard.formats.megatron.write import args as arguments
 from reshard.formats.megatron.write import groups, scheduler
 from reshard.formats.megatron.write.groups import Groups
@@ -107,7 +108,7 @@ class Resolved:
     def world(self) -> int:
         """Number of ranks."""
         sizes = self.wanted.sizes
-        return self.wanted.data * sizes.tensor * sizes.pipeline
+        return self.wanted.data * sizes.model
 
     @property
     def client(self) -> dict[str, Any]:
@@ -214,6 +215,14 @@ def resolve(state: WritableState, wanted: MegatronOptions, described: Described)
     experts = frozenset(each.weight.fqn for each in weights if each.expert is not None)
     if any(each.expert is not None and each.found.name.endswith(".bias") for each in weights):
         wanted = _keep_experts_whole(wanted)
+    given = wanted.sizes.expert_tensor
+    if given is not None and wanted.form == "torch" and given > wanted.sizes.tensor:
+        raise UsageError(
+            f"--etp {given}",
+            f"is more than --tp {wanted.sizes.tensor}: Megatron then saves several ranks to"
+            " one file of --ckpt-format torch, over each other",
+            "write --ckpt-format torch_dist",
+        )
     if wanted.sizes.expert > 1 and not experts:
         raise UsageError(f"expert parallel size {wanted.sizes.expert}", "the model has no experts")
     tied = _is_tied(state, architecture)
@@ -256,7 +265,7 @@ def resolve(state: WritableState, wanted: MegatronOptions, described: Described)
             " --ckpt-format torch_dist"
         )
     schedule, schedule_notes = ({}, []) if wanted.weights_only else scheduler.make_scheduler(state)
-    adapted = _adapt_args(args, wanted, places, precision, padded=padded, tied=tied)
+    adapted = _adapt_args(args, state, wanted, places, precision, padded=padded, tied=tied)
     return Resolved(
         state,
         wanted,
@@ -318,6 +327,7 @@ def _check_heads(args: Mapping[str, Any], ranks: int) -> None:
 
 def _adapt_args(
     args: Mapping[str, Any],
+    state: WritableState,
     wanted: MegatronOptions,
     places: WeightLocations,
     precision: DType,
@@ -327,6 +337,12 @@ def _adapt_args(
 ) -> dict[str, Any]:
     """Return Megatron's arguments, as the options and the precision of the new run change them."""
     adapted = arguments.adapt(args, wanted.sizes, wanted.data, layers=places.layers, padded=padded)
+    config, samples = state.manifest.train.config, state.manifest.train.samples
+    if isinstance(config, Mapping) and config.get(DIVISIBLE):
+        adapted[DIVISIBLE] = config[DIVISIBLE]
+    if samples is not None and not wanted.weights_only:
+        # Where the new run goes on in its data: the count in the arguments is 0 by default.
+        adapted["consumed_train_samples"] = samples
     adapted.update(
         arguments.describe_stages(wanted.stage_layers, wanted.sizes, places.mtp, wanted.mtp_at)
     )

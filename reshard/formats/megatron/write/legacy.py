@@ -78,7 +78,7 @@ class _LegacyRank:
     @property
     def number(self) -> int:
         """Number of the rank among all ranks: tensor-parallel ranks first, pipeline stages last."""
-        each = self._choice.wanted.data * self._choice.wanted.sizes.tensor
+        each = self._choice.world // self._choice.wanted.sizes.pipeline
         return self._rank.stage * each + self._rank.place
 
     def _refuse_unknown_places(self) -> None:

@@ -173,7 +173,8 @@ def find_rng_obstacle(
         return f"{states.form} and {form} store them differently with expert parallelism"
     # A list of several has a state for each data rank (--data-parallel-random-init).
     several = any(isinstance(value, list) and len(value) > 1 for value in states.rng.values())
-    data_before = manifest.origin.mesh.get("dp", 1)
+    mesh = manifest.origin.mesh
+    data, data_before = data * sizes.context, mesh.get("dp", 1) * mesh.get("cp", 1)
     if data_before != data and (several or (sizes.expert > 1 and form == "torch_dist")):
         return f"they belong to {data_before} data-parallel ranks, and the output has {data}"
     return ""
