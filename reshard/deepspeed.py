@@ -123,9 +123,12 @@ def load_checkpoint(  # noqa: PLR0913 - the arguments of DeepSpeed's method
             )
             _discard_second_partitions(engine)
         raise_on_all_ranks(_find_error(live.files))
-        loads_all = load_optimizer_states and not load_module_only
+        loads_all = load_optimizer_states and not (load_module_only or choice.without_optimizer)
         blocks = iterate_engine(
-            engine, has_masters=loads_all or leaves_optimizer, has_slots=loads_all
+            engine,
+            has_weights=custom_load_fn is None,
+            has_masters=loads_all or leaves_optimizer,
+            has_slots=loads_all,
         )
         compare_files(blocks, live)
         return live.report.source, client_state

@@ -88,7 +88,7 @@ def _iterate_loaded(trainer: Any) -> Iterator[Loaded]:
     """Yield what this rank has of the Trainer's model and optimizer."""
     model = trainer.model_wrapped
     if trainer.is_deepspeed_enabled:
-        yield from iterate_engine(model, has_masters=True, has_slots=True)
+        yield from iterate_engine(model)
         return
     yield from iterate_model(model)
     yield from iterate_optimizer(model, getattr(trainer.optimizer, "optimizer", trainer.optimizer))

@@ -195,10 +195,13 @@ def _iterate_units(model: nn.Module) -> Iterator[_FlattenedModule]:
 # ``utils/tensor_fragment.py``
 
 
-def iterate_engine(engine: Any, *, has_masters: bool, has_slots: bool) -> Iterator[Loaded]:
+def iterate_engine(
+    engine: Any, *, has_weights: bool = True, has_masters: bool = True, has_slots: bool = True
+) -> Iterator[Loaded]:
     """Yield this rank's part of each parameter, master and slot of a DeepSpeed engine.
 
     Args:
+        has_weights: whether the weights were loaded as they are, and not by the program.
         has_masters, has_slots: whether they were loaded.
     """
     if engine.mp_world_size > 1:
@@ -208,7 +211,7 @@ def iterate_engine(engine: Any, *, has_masters: bool, has_slots: bool) -> Iterat
     cut = {p for p, fqn in fqns.items() if _is_expert(p) and parse_expert_name(fqn) is None}
     for parameter in cut:
         yield NotCompared(fqns.pop(parameter), "it has the experts of one rank")
-    for parameter, fqn in fqns.items():
+    for parameter, fqn in fqns.items() if has_weights else ():
         if hasattr(parameter, "ds_tensor"):
             yield from _cut_partition(fqn, parameter)
         else:
