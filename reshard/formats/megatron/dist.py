@@ -307,11 +307,14 @@ def _compare_model(args: Arguments, whole: Mapping[tuple[str, str], Entry]) -> I
     found: dict[str, int] = {}
     if embedding is not None and len(embedding.shape) > 1:
         found = dict(zip(("padded_vocab_size", "hidden_size"), embedding.shape, strict=False))
-    if not (arguments.is_hybrid(args.values) or arguments.has_own_configs(args.values)):
+    values = args.values
+    stacks = {fqn.partition(".layers.")[0] for _, fqn in whole if ".layers." in fqn}
+    differ = arguments.is_hybrid(values) or arguments.has_own_configs(values)
+    if len(stacks) == 1 and not differ:  # T5's encoder and decoder may have other numbers of layers
         numbers = {names.find_layer(fqn) for _, fqn in whole} - {None}
         found |= {"num_layers": len(numbers)} if numbers else {}
     for name, size in found.items():
-        value = args.values.get(name)
+        value = values.get(name)
         if type(value) is int:
             yield name, str(size), "its list of tensors", str(value), _ARGS
     given = [name for name in ("bf16", "fp16") if args.flag(name)]
