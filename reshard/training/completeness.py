@@ -112,6 +112,8 @@ def find_lost_state(manifest: Manifest) -> Iterator[str]:
     updates has some state, what counts its updates has the slots that they made, an Adam has both
     moments, and ZeRO, which updates flat tensors, has those of every parameter.
     """
+    if manifest.unnamed or manifest.unnamed_optimizers:
+        return  # the reader left an optimizer out, and reports why
     slots = _collect_slots(manifest)
     for group in manifest.train.param_groups:
         yield from _find_missing_slots(manifest, group, slots)
@@ -124,7 +126,7 @@ def find_lost_state(manifest: Manifest) -> Iterator[str]:
         yield f"no state of {some(counted)}, but its number of updates"
     elif not updates or not (idle or keeping):
         return
-    elif not any(slots.values()) and not (manifest.unnamed or manifest.unnamed_optimizers):
+    elif not any(slots.values()):
         yield f"no state of any parameter after {updates:g} updates"
     elif idle and manifest.origin.zero_stage in _FLAT_STAGES:
         yield f"no state of {some(idle)}, but of other parameters, which ZeRO updates with them"

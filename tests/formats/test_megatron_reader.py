@@ -140,7 +140,7 @@ def _check_bytes(place, layers):
 def test_metadata_of_another_iteration_is_refused(dist, tmp_path):
     about = dist / STEP / ".metadata"
     about.write_bytes(about.read_bytes().replace(b"iter_0000003", b"iter_0000004"))
-    with pytest.raises(CorruptError, match=r"iteration 4, but common\.pt says iteration 3"):
+    with pytest.raises(CorruptError, match=r"iteration 3, but \.metadata says iteration 4"):
         reshard.merge(dist, tmp_path / "out")
     assert {c.name: c.status for c in reshard.verify(dist).checks}["ranks"] == "failed"
 
