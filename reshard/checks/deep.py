@@ -254,7 +254,7 @@ def check_padding(manifest: Manifest, block_bytes: int) -> Check:
     nbytes = sum(gap.nbytes for gap in gaps)
     check = Check(names.PADDING, f"{units.show_bytes(nbytes)} in {counted(len(gaps), 'place')}")
     expected, has_zero_stage = manifest.origin.padding, manifest.origin.zero_stage is not None
-    with SourceFiles() as pool:
+    with SourceFiles(manifest.files) as pool:
         counts = [
             (
                 gap,

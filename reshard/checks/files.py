@@ -109,7 +109,7 @@ def hash_files(
     items = (
         (path, number) for path in paths for number in range(-(-files[path].nbytes // BLOCK_BYTES))
     )
-    with SourceFiles() as pool:
+    with SourceFiles(files) as pool:
 
         def hash_one(item: tuple[str, int]) -> None:
             path, number = item

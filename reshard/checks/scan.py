@@ -129,7 +129,7 @@ def scan(
         window_bytes: half of the memory that a worker may use.
         progress: called with the number of bytes read.
     """
-    with SourceFiles() as pool:
+    with SourceFiles(files) as pool:
         reader = _ScanReader(pool, files, block_bytes=2 * window_bytes // _BUFFERS)
         parallel_for(
             reader.items(tasks),

@@ -24,6 +24,7 @@ from reshard.core.dtypes import DType
 from reshard.core.manifest import Manifest
 from reshard.errors import UsageError
 from reshard.options import option
+from reshard.system.files import check_unchanged
 from reshard.training.copied_files import TENSOR, collect_own_tensors
 
 if TYPE_CHECKING:
@@ -216,6 +217,7 @@ def compare(
             each for each in _pair_own_tensors(left, right) if selection.is_selected(each.fqn)
         )
     _compare(paired.pairs, report, tolerance, dtype, options, meter)
+    check_unchanged({**left.files, **right.files})
     report.notes += _explain_dtypes(report.unequal, tolerance)
     report.notes += _explain_sides(report, left, right)
     report.seconds = time.perf_counter() - began

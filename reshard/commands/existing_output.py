@@ -42,7 +42,7 @@ def is_written(
     for stored in skeleton.checksums:
         checksums[stored.file] += stored.locations
     try:
-        with SourceFiles() as pool:
+        with SourceFiles(sources) as pool:
             planned = OnDemandFiles(
                 plan, sources, pool, on_overflow=on_overflow, has_checksums=False
             )

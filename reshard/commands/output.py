@@ -40,7 +40,6 @@ from reshard.system.paths import as_path, is_remote
 from reshard.system.ranks.team import (
     broadcast_text,
     check_ranks_agree,
-    select_share,
 )
 from reshard.tensors import replicas
 
@@ -231,7 +230,9 @@ def write(
     plan, files = job.plan, job.manifest.files
     team = options.team
     described = jobs.describe(files.values(), options.shaping_output(), plan.target)
-    check_ranks_agree(team, job.manifest.origin.path, json.dumps(described))
+    check_ranks_agree(team, job.manifest.origin.path, json.dumps(jobs.select_portable(described)))
+    # The first rank compares the journals of all ranks with its own description.
+    described = json.loads(broadcast_text(team, json.dumps(described)))
     claimed = commit.claim_output(
         destination,
         is_directory=not is_single_file(destination),
@@ -249,8 +250,6 @@ def write(
         if done is not None:
             bar(done.nbytes)
         outcome = unfinished.finish(done)
-        # After the last read, so that no change of a source is missed.
-        jobs.check_sources(described, select_share(team, list(files.values())))
         _check_written(outcome, plan.target, partial.output, options, job.check)
     if partial.leftover:
         notes.append(f"the output is complete, but {partial.path} {partial.leftover}")

@@ -34,7 +34,7 @@ def _note_trained_padding(manifest: Manifest, table: Table, vocab_size: int) -> 
         vocab_size: rows that are not padding.
     """
     trained = []
-    with SourceFiles() as pool:
+    with SourceFiles(manifest.files) as pool:
         for entry in manifest.entries.values():
             rule = table.find(entry.fqn, {})
             # Tuples are compared, because a 0-d value has no first dim.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -53,7 +53,7 @@ def plan_unwritten(
 def open_planned(job: Job[Any], options: ValueOptions) -> Iterator[OnDemandFiles]:
     """Open the files of a planned output; their bytes are computed when they are read."""
     workers, _ = options.budget()
-    with SourceFiles() as pool:
+    with closing(SourceFiles(job.manifest.files)) as pool:  # each read checks what it has read
         yield OnDemandFiles(
             job.plan, job.manifest.files, pool, workers=workers, on_overflow=options.on_overflow
         )

@@ -58,7 +58,8 @@ def read(path: str | Path) -> SafetensorsFile:
         UnsupportedError: a tensor has an unknown dtype.
     """
     with SourceFiles() as files:
-        return read_section(Section(files, str(path), 0, get_size(path)))
+        nbytes = files.find_version(str(path)).nbytes
+        return read_section(Section(files, str(path), 0, nbytes))
 
 
 def read_section(section: Section) -> SafetensorsFile:
@@ -81,7 +82,8 @@ def read_section(section: Section) -> SafetensorsFile:
     start, stop = section.start + 8 + length, section.start + size
     tensors = {name: _parse_chunk(path, name, start, value) for name, value in header.items()}
     _check_tiling(path, tensors, start, stop)
-    return SafetensorsFile(SourceFile(path, stop), tensors, metadata)
+    source = SourceFile(path, stop, version=section.version)
+    return SafetensorsFile(source, tensors, metadata)
 
 
 def _parse(path: str, raw: bytes) -> dict[str, Any]:

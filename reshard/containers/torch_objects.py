@@ -22,6 +22,7 @@ from reshard.core.manifest import Claim, Record, SourceFile
 from reshard.core.stamps import Stamp
 from reshard.errors import ALTERED, CorruptError, UnsupportedError
 from reshard.system.files import SourceFiles
+from reshard.system.versions import FileVersion
 
 MAX_PICKLE = 1 << 30  # bytes; a pickle larger than this holds data, not structure
 _MAX_NUMEL = 1 << 63
@@ -114,11 +115,18 @@ class TorchFile:
     archive: str = ""  # root name of the zip archive; empty for the older stream format
     stamp: Stamp | None = None  # not in `root`, from which the reader takes it
     is_known: bool = False  # whether a file that was read before has an equal pickle
+    version: FileVersion | None = None
 
     def source(self) -> SourceFile:
         """Describe the file as a manifest lists it."""
         ordered = sorted(self.records.values(), key=lambda record: record.byte_offset)
-        return SourceFile(self.path, self.nbytes, tuple(ordered), claims=self._list_claims())
+        return SourceFile(
+            self.path,
+            self.nbytes,
+            tuple(ordered),
+            claims=self._list_claims(),
+            version=self.version,
+        )
 
     def _list_claims(self) -> tuple[Claim, ...]:
         """Return what the file states about its own name and, if it has a stamp, its save."""
@@ -129,7 +137,7 @@ class TorchFile:
 
     def read_number(self, tensor: Tensor) -> float | int:
         """Return the value of a one-element tensor, such as a step counter."""
-        with SourceFiles() as files:
+        with SourceFiles({self.path: self}) as files:
             return read_number(files, tensor.chunk)
 
 

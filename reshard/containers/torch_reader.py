@@ -32,7 +32,7 @@ from reshard.core import stamps
 from reshard.core.manifest import Record
 from reshard.errors import ALTERED, CorruptError, UnsupportedError, shown
 from reshard.system.checksum import crc32
-from reshard.system.files import Section, SourceFiles, get_size, refuse_lfs_pointer
+from reshard.system.files import Section, SourceFiles, refuse_lfs_pointer
 
 _LITTLE = b"little"
 _LITTLE_ENTRY = len(_LITTLE), crc32(_LITTLE)  # what the zip directory states of such a member
@@ -55,8 +55,8 @@ def read(
         UnsupportedError: its tensors are big-endian.
     """
     path = str(path)
-    size = get_size(path)
     with SourceFiles() as files:
+        size = files.find_version(path).nbytes
         section = Section(files, path, 0, size)
         head = section.read(0, min(size, 16))
         if head.startswith(ZIP):
@@ -127,6 +127,7 @@ def read_archive(
         archive=root.rstrip("/"),
         stamp=parsed.stamp,
         is_known=parsed.is_known,
+        version=archive.version,
     )
     check_views(path, parsed.storages, archive.nbytes, is_part=is_part)
     stored = [members.get(f"{root}data/{storage.key}") for storage in parsed.storages]
@@ -174,7 +175,8 @@ def _read_stream(
     if numpy_arrays.has_arrays(done, storages.by_key.values()):
         root = numpy_arrays.convert(root, path, 0)
     value, stamp = stamps.take(root, done.stamp, path)
-    file = TorchFile(path, size, value, done.globals, stamp=stamp)
+    version = files.find_version(path)
+    file = TorchFile(path, size, value, done.globals, stamp=stamp, version=version)
     for key in keys:
         storage = storages.by_key.get(key) if isinstance(key, str) else None
         if storage is None:

@@ -19,6 +19,7 @@ from reshard.core.dtypes import BFLOAT16, FLOAT32, DType
 from reshard.errors import CorruptError, shown
 from reshard.system import escaped
 from reshard.system.derived import Derived
+from reshard.system.versions import FileVersion
 
 Keyed = Literal["fqn", "index"]
 PARAM = "param"
@@ -110,13 +111,20 @@ class Claim:
 
 @dataclass(frozen=True, slots=True)
 class SourceFile:
-    """One file of a checkpoint: its size when it was read, its records, and its claims."""
+    """One file of a checkpoint: its size when it was read, its records, and its claims.
+
+    Args:
+        lasting: False for a temporary file of this process.
+        version: the version whose header was read; `reshard.formats.read` sets it for a file
+            without a header.
+    """
 
     path: str
     nbytes: int
     records: tuple[Record, ...] = ()
-    lasting: bool = True  # False: a temporary file of this process
+    lasting: bool = True
     claims: tuple[Claim, ...] = ()
+    version: FileVersion | None = None
 
     @property
     def has_checksums(self) -> bool:

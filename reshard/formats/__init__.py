@@ -22,6 +22,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from typing import TYPE_CHECKING, cast
 
 from reshard.containers import safetensors
 from reshard.containers.json_files import read_json_object
@@ -40,10 +41,13 @@ from reshard.formats.base import ReadHints
 from reshard.formats.pytorch.directory import find_whole
 from reshard.formats.pytorch.ranks import naming_lost_files
 from reshard.model import ModelShapes
-from reshard.system.files import LFS_HEAD, SourceFiles, refuse_lfs_pointer
-from reshard.system.paths import as_path
+from reshard.system.files import LFS_HEAD, SourceFiles, find_version, refuse_lfs_pointer
+from reshard.system.paths import as_path, is_remote
 from reshard.training.completeness import check_state
 from reshard.units import some
+
+if TYPE_CHECKING:
+    from reshard.system.remote.path import RemotePath
 
 __all__ = ["PLAIN_SUFFIXES", "Paths", "as_paths", "open_alone", "read", "read_outputs"]
 
@@ -84,7 +88,11 @@ def read(  # noqa: PLR0913 - a keyword an option
         UsageError: ``model`` does not exist, or the format has no ``key``.
         ReshardError: the format cannot read the checkpoint.
     """
-    location = Location.from_paths(as_paths(paths))
+    given = as_paths(paths)
+    for path in given:
+        if is_remote(str(path)):
+            cast("RemotePath", path).store.forget()  # a listing may be older than the last save
+    location = Location.from_paths(given)
     if model is not None:  # also where the files need no model: a typing error is not ignored
         from reshard.model.build import refuse_missing
 
@@ -93,6 +101,7 @@ def read(  # noqa: PLR0913 - a keyword an option
         manifest = _read_as(location, force, ReadHints(tag, key, model, wrap, rules, live))
         if not force:
             unclear.refuse_parts_of_megatron(manifest)
+    manifest = _fix_versions(manifest)
     if prove:
         prove_whole(manifest)
     return placeholders.warn(manifest, is_filled=is_filled)
@@ -118,6 +127,20 @@ def prove(manifest: Manifest, proof: Callable[[Manifest], None]) -> None:
     folders = dict.fromkeys(as_path(path).parent for path in manifest.files)
     with naming_lost_files(Location([*folders])):
         proof(manifest)
+
+
+def _fix_versions(manifest: Manifest) -> Manifest:
+    """Return the manifest with the versions of files that have no header, or another reader."""
+    versions = {
+        path: find_version(path)
+        for path, file in manifest.files.items()
+        if file.lasting and file.version is None
+    }
+    files = {
+        path: replace(file, version=versions.get(path, file.version))
+        for path, file in manifest.files.items()
+    }
+    return replace(manifest, files=files) if versions else manifest
 
 
 @contextmanager

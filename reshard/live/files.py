@@ -10,7 +10,7 @@ import logging
 import os
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -101,7 +101,8 @@ def open_live_files(
     """
     planned = compute_on_first_rank(lambda: _plan(source, options, target))
     ranks = max(int(os.environ.get("LOCAL_WORLD_SIZE", "1")), 1)
-    with SourceFiles() as pool:
+    # Each read checks what it has read. The block may go on while the run saves again.
+    with closing(SourceFiles(planned.sources)) as pool:
         plan = Plan(planned.entries, planned.skeleton)
         files = OnDemandFiles(
             plan,

@@ -80,7 +80,7 @@ def load_extra_state(manifest: Manifest) -> dict[str, Any]:
     extra = torch_state_dict.collect_extra_state(manifest.train)
     skeleton = torch_writer.lay_out_object(_NAME, extra)
     entries = {entry.key: entry for entry in collect_own_tensors(manifest.train).values()}
-    with SourceFiles() as pool:
+    with SourceFiles(manifest.files) as pool:
         files = OnDemandFiles(Plan(entries, skeleton), manifest.files, pool)
         loaded: dict[str, Any] = load_safely(files.open(_NAME, checks=False), manifest.origin.path)
         files.check()

@@ -1,6 +1,7 @@
 """Access to files, object stores, processes, threads and signals.
 
 paths       local paths, and URLs of object stores
+versions    what shows that a file was not changed since its header was read
 files       pools of open files, and reads of bounded size
 ranges      byte ranges of files that are fetched together
 remote      object stores

@@ -6,18 +6,21 @@ import contextlib
 import os
 import resource
 import threading
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from functools import partial
 from itertools import groupby
 from operator import itemgetter
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 from reshard.errors import DAMAGED, REQUEST_PERMISSION, CorruptError, IncompleteError, ReshardError
 from reshard.system import escaped, signals
-from reshard.system.derived import Derived, Kept
+from reshard.system.derived import Derived, Kept, list_files
 from reshard.system.paths import as_path, is_remote
 from reshard.system.ranges import Range, merge_ranges
+from reshard.system.versions import FileVersion, Versioned, refuse_change
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -72,10 +75,17 @@ class OpenFiles:
         with self._lock:
             descriptor = self._descriptors.get(path)
             if descriptor is None:
-                descriptor = self._descriptors[path] = Descriptor(path, self._flags)
+                descriptor = self._open(path)
+                self._descriptors[path] = descriptor
                 if len(self._descriptors) > self._most_open:
-                    del self._descriptors[next(iter(self._descriptors))]
+                    self._drop(self._descriptors.pop(next(iter(self._descriptors))))
             return descriptor
+
+    def _open(self, path: str) -> Descriptor:
+        return Descriptor(path, self._flags)
+
+    def _drop(self, descriptor: Descriptor) -> None:
+        """Take leave of a descriptor that the pool has no room for; readers may still have it."""
 
     def read_into(self, path: str, byte_offset: int, target: memoryview) -> None:
         """Fill ``target`` with the bytes at ``byte_offset``.
@@ -99,13 +109,126 @@ class OpenFiles:
 
 
 class SourceFiles(OpenFiles):
-    """A read-only pool of the files of a checkpoint, which may be local or in an object store."""
+    """A read-only pool of the files of a checkpoint, which may be local or in an object store.
 
-    def __init__(self) -> None:
+    Every byte is of the version that ``files`` states: a file is compared with it when it is opened
+    and, if the `with` block ends without an error, once more at the end. A file that is open keeps
+    its descriptor, so it may be renamed, removed, or replaced by rename.
+
+    Args:
+        files: the files by path whose versions are fixed. The version of any other file is fixed
+            when the pool opens it first.
+    """
+
+    def __init__(self, files: Mapping[str, Versioned] = MappingProxyType({})) -> None:
         super().__init__(os.O_RDONLY)
         self.kept: Kept = threading.local()
+        self._files = files
+        self._opened: dict[str, FileVersion] = {}  # every local file that was opened
         self._remote_files: RemoteFiles | None = None
         self._decoders: dict[str, escaped.Decoder] = {}
+
+    def __exit__(self, *error: object) -> None:
+        try:
+            if error[0] is None:
+                self.check()
+        finally:
+            self.close()
+
+    def find_version(self, path: str) -> FileVersion:
+        """Return the version of a file, which is opened if its version is not fixed yet.
+
+        Raises:
+            IncompleteError, ReshardError: as in `OpenFiles.open`.
+        """
+        if is_remote(path):
+            return self._remote().open(path).version
+        if path not in self._opened:
+            self.open(path)
+        return self._opened[path]
+
+    def check(self) -> None:
+        """Check that no file that this pool has read was changed since its version was fixed.
+
+        Raises:
+            CorruptError: a file was changed, so the bytes read may be of two versions.
+        """
+        for path in list(self._opened):
+            descriptor = self._descriptors.get(path)
+            if descriptor is not None:  # else it was checked when the pool had no room for it
+                self._check_closing(descriptor)
+        if self._remote_files is not None:
+            self._remote_files.check()
+
+    def check_unread(self, paths: Iterable[str]) -> None:
+        """Check those of some files that this pool did not read; their headers were read before.
+
+        A file that was removed in the meantime is not an error: nothing else is read from it.
+
+        Raises:
+            CorruptError: as `check`.
+        """
+        remote = []
+        for path in paths:
+            before = self._files[path].version
+            if is_remote(path):
+                remote.append(path)
+            elif before is not None and path not in self._opened:
+                with contextlib.suppress(FileNotFoundError):
+                    now = FileVersion.from_status(os.stat(path))  # noqa: PTH116 - takes less time
+                    refuse_change(path, before, now)
+        if remote:
+            self._remote().check_unread(remote)
+
+    def check_read(self, names: Iterable[str]) -> None:
+        """Check files that were just read like `check`, without opening them anew.
+
+        Args:
+            names: those of files or of computed bytes.
+
+        Raises:
+            CorruptError: as `check`.
+        """
+        for name in names:
+            for path in list_files(name) if name not in self._descriptors else (name,):
+                descriptor = self._descriptors.get(path)
+                if descriptor is not None:
+                    self._check_open(descriptor)
+                elif self._remote_files is not None and is_remote(path):
+                    self._remote_files.check([path])
+
+    def _open(self, path: str) -> Descriptor:
+        descriptor = super()._open(path)
+        before, now = self._opened.get(path), descriptor.find_version()
+        if before is None:
+            file = self._files.get(path)
+            before = file.version if file else None
+        if before is not None:
+            refuse_change(path, before, now)
+        # A version from another process is less than what this process can compare.
+        is_whole = before is not None and before.ctime_ns is not None
+        self._opened[path] = before if before is not None and is_whole else now
+        return descriptor
+
+    def _drop(self, descriptor: Descriptor) -> None:
+        self._check_closing(descriptor)
+
+    def _check_closing(self, descriptor: Descriptor) -> None:
+        # NFS asks the server for the state of a file only when it is opened.
+        with contextlib.suppress(OSError):
+            os.close(os.open(descriptor.path, os.O_RDONLY | os.O_CLOEXEC))
+        self._check_open(descriptor)
+
+    def _check_open(self, descriptor: Descriptor) -> None:
+        """Check a file by its descriptor, which keeps the file also after a rename."""
+        before = self._opened[descriptor.path]
+        if before.matches(os.fstat(descriptor.number)):  # the rule, after each small read
+            return
+        now = descriptor.find_version()
+        # To move or replace a file changes its ctime, too.
+        if now.ctime_ns != before.ctime_ns and not descriptor.has_path():
+            before = replace(before, ctime_ns=now.ctime_ns)
+        refuse_change(descriptor.path, before, now)
 
     def read_into(self, path: str, byte_offset: int, target: memoryview) -> None:
         """Fill ``target`` with the bytes at ``byte_offset``.
@@ -180,7 +303,7 @@ class SourceFiles(OpenFiles):
         if self._remote_files is None:
             from reshard.system.remote.reading import RemoteFiles
 
-            self._remote_files = RemoteFiles()
+            self._remote_files = RemoteFiles(self._files)
         return self._remote_files
 
 
@@ -223,6 +346,11 @@ class Section:
         self._head = self._read(start, first)
         self._tail_offset = tail - start
         self._tail = self._read(tail, left) if left else b""
+
+    @property
+    def version(self) -> FileVersion:
+        """The version of the file that is read."""
+        return self._pool.find_version(self.path)
 
     @classmethod
     def find_ends(cls, start: int, nbytes: int) -> tuple[tuple[int, int], tuple[int, int]]:
@@ -273,6 +401,17 @@ class Descriptor:
             raise IncompleteError(path, "does not exist", "was the checkpoint moved?") from error
         except OSError as error:
             raise _build_read_error(path, "opened", error) from error
+
+    def find_version(self) -> FileVersion:
+        """Return the version of the open file."""
+        return FileVersion.from_status(os.fstat(self.number))
+
+    def has_path(self) -> bool:
+        """Return whether the path still leads to the open file."""
+        try:
+            return os.path.samestat(os.stat(self.path), os.fstat(self.number))  # noqa: PTH116
+        except OSError:
+            return False
 
     def announce(self, ranges: Iterable[Range]) -> None:
         """Tell the system that ranges of this file will be read, so that it begins to read them."""
@@ -345,17 +484,38 @@ def get_size(path: str | Path) -> int:
     """Return the size of a file in bytes.
 
     Raises:
-        IncompleteError: there is no such file.
-        ReshardError: its size cannot be read.
+        IncompleteError, ReshardError: as `find_version`.
     """
+    return find_version(path).nbytes
+
+
+def find_version(path: str | Path) -> FileVersion:
+    """Return the version that a file has now.
+
+    Raises:
+        IncompleteError: there is no such file.
+        ReshardError: the file system does not tell.
+    """
+    if is_remote(str(path)):
+        from reshard.system.remote.reading import RemoteFile
+
+        return RemoteFile(str(as_path(path))).version
     try:
         # `os.stat` of a text takes a fifth of the time that a Path takes to be made.
-        found = as_path(path).stat() if is_remote(str(path)) else os.stat(path)  # noqa: PTH116
+        return FileVersion.from_status(os.stat(path))  # noqa: PTH116
     except FileNotFoundError as error:
         raise IncompleteError(path, "does not exist") from error
     except OSError as error:
         raise _build_read_error(path, "read", error) from error
-    return found.st_size
+
+
+def check_unchanged(files: Mapping[str, Versioned]) -> None:
+    """Check that files still have the versions that are fixed.
+
+    Raises:
+        CorruptError: a file was changed, so what was read may be of two versions.
+    """
+    SourceFiles(files).check_unread(files)
 
 
 def refuse_lfs_pointer(path: str | Path, head: bytes) -> None:

@@ -167,6 +167,7 @@ class LazyTensor:
         if box.volume:
             window = plan_block(self._entry, box, self._entry.dtype)
             fill(self._pool, window.copies, view_bytes(flat))
+            self._pool.check_read({copy.file for copy in window.copies})
         # A box has no steps: elements between the steps are read and left out here.
         view = flat.reshape(shape)[tuple(slice(None, None, step) for step in steps)]
         keep = tuple(0 if dim in dropped else slice(None) for dim in range(len(shape)))
@@ -219,7 +220,7 @@ class Checkpoint(Mapping[str, LazyTensor]):
 
     def __init__(self, manifest: Manifest) -> None:
         self.manifest = manifest
-        self._pool = SourceFiles()
+        self._pool = SourceFiles(manifest.files)
         self._weights = manifest.select_weights()
         # A save without frozen weights states ties of weights that it lacks.
         self._tied = {alias: of for alias, of in manifest.tied.items() if of in self._weights}

@@ -136,7 +136,7 @@ def average_replicas(
         return
     from reshard.engine.output.temporary import temporary  # imported here, because few runs need it
 
-    with temporary() as directory, SourceFiles() as pool:
+    with temporary() as directory, SourceFiles(manifest.files) as pool:
         path = Path(directory) / "means"
         entries, notes = [], []
         with path.open("wb") as out:

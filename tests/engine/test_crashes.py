@@ -447,13 +447,25 @@ def test_another_job_is_not_gone_on_with_and_takes_nothing_away(lab, change, wor
     assert "resumed" in lab.told
 
 
-def test_a_source_that_changed_is_not_gone_on_with(lab):
+@pytest.mark.parametrize("later_ns", [0, 1])
+def test_a_source_that_changed_is_not_gone_on_with(lab, later_ns):
     interrupted(lab)
-    status = (lab.directory / "x.pt").stat()
-    os.utime(lab.directory / "x.pt", ns=(status.st_atime_ns, status.st_mtime_ns + 1))
+    source = lab.directory / "x.pt"
+    status = source.stat()
+    source.write_bytes(source.read_bytes())
+    os.utime(source, ns=(status.st_atime_ns, status.st_mtime_ns + later_ns))
     assert lab.run([*MERGE, "--resume"]) == 2
     assert "x.pt has changed since" in lab.said
-    os.utime(lab.directory / "x.pt", ns=(status.st_atime_ns, status.st_mtime_ns))
+
+
+def test_a_source_with_another_mode_and_another_link_is_gone_on_with(lab):
+    interrupted(lab)
+    (lab.directory / "x.pt").chmod(0o600)
+    link = lab.directory / "link"
+    link.hardlink_to(lab.directory / "x.pt")
+    assert lab.run([*MERGE, "--resume"]) == 0
+    link.unlink()
+    assert "resumed" in lab.told
 
 
 def test_resume_with_nothing_to_go_on_with_begins(lab):

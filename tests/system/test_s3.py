@@ -8,11 +8,11 @@ from collections import Counter
 
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
 import reshard
 from reshard.engine.output import uploads
-from reshard.errors import ExistsError, IncompleteError, ReshardError, UsageError
+from reshard.errors import CorruptError, ExistsError, IncompleteError, ReshardError, UsageError
 from reshard.system.remote import attempts
 from tests.support import object_stores
 from tests.support.directories import read_files
@@ -239,3 +239,38 @@ def test_memory_does_not_grow_with_the_checkpoint(files, tmp_path):
         done = run_python("-c", program, *words, check=True)
         peaks.append(int(done.stdout.split()[-1]) >> 10)
     assert peaks[1] - peaks[0] < 20, peaks  # MiB, of 32 MiB more that were moved
+
+
+@pytest.mark.parametrize("after", [1, 3])
+@pytest.mark.parametrize("name", ["model.safetensors", "model.pt"])
+def test_an_object_that_is_replaced_between_two_reads_is_an_error(
+    files, proxy, tmp_path, name, after
+):
+    bodies = []
+    for value in (1.0, 2.0):
+        state = {f"w{n}": torch.full((1 << 18,), value + n) for n in range(6)}
+        (save_file if name.endswith("safetensors") else torch.save)(state, tmp_path / name)
+        bodies.append((tmp_path / name).read_bytes())
+    url = f"s3://bucket/replaced/{name}"
+    files.pipe_file(url, bodies[0])
+    reads = []
+
+    def replace(method, path, _number):
+        if method == "GET" and path.endswith(name):
+            reads.append(path)
+            if len(reads) == after + 1:
+                files.pipe_file(url, bodies[1])
+
+    proxy.fault = replace
+    with pytest.raises(CorruptError, match=f"{url}: was modified or replaced while it was read"):
+        reshard.merge(url, tmp_path / "out.safetensors", workers=1, max_memory_bytes=2 << 20)
+    assert len(reads) > after
+    assert not (tmp_path / "out.safetensors").exists()
+    proxy.reset()
+    reshard.merge(url, tmp_path / "out.safetensors")
+    assert load_file(tmp_path / "out.safetensors")["w5"][0] == 7.0
+    with reshard.open(url) as checkpoint:
+        checkpoint["w0"][...]
+        files.pipe_file(url, bodies[0])
+        with pytest.raises(CorruptError, match="while it was read"):
+            checkpoint["w5"][...]

@@ -81,7 +81,7 @@ def compare_masters(manifest: Manifest, *, every_element: bool) -> Compared:
     mismatches: Counter[tuple[str, str]] = Counter()  # (file of masters, file of weights)
     totals: Counter[tuple[str, str]] = Counter()
     examples: dict[tuple[str, str], str] = {}
-    with SourceFiles() as pool:
+    with SourceFiles(manifest.files) as pool:
         samples = _choose_samples(manifest, every_element=every_element)
         for batch in group_into_batches(samples, lambda sample: sample.box.volume, _BATCH):
             result.elements += sum(sample.box.volume for sample in batch)

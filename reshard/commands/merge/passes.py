@@ -282,7 +282,7 @@ def note_adapters(merge: Merge) -> Merge:
 def compare_copies(merge: Merge) -> Merge:
     """Return the merge with aliases of tied weights resolved, after a comparison of all copies."""
     chosen, manifest, options = merge.weights, merge.manifest, merge.options
-    with SourceFiles() as pool:
+    with SourceFiles(manifest.files) as pool:
         untied = weights.resolve_ties(
             chosen,
             manifest,

@@ -194,7 +194,7 @@ def rebalance_batch(conversion: StateConversion) -> StateConversion:
 def compare_copies(conversion: StateConversion, policy: replicas.Replicas) -> StateConversion:
     """Return the conversion with equal heads tied, after a comparison of what is stored twice."""
     manifest = conversion.manifest
-    with SourceFiles() as pool:
+    with SourceFiles(manifest.files) as pool:
         weights.check_tied_copies(manifest, pool)
         manifest = weights.tie_equal_heads(manifest, pool)
         entries = list(manifest.entries.values())
@@ -247,7 +247,7 @@ def _compare_merged(conversion: StateConversion, named: Naming, policy: replicas
     """Compare the values of tensors that became one under the output's names."""
     if named.merged:
         entries = [e for e in named.manifest.of_kind(*WEIGHT_KINDS) if e.fqn in named.merged]
-        with SourceFiles() as pool:
+        with SourceFiles(named.manifest.files) as pool:
             conversion.notes.derived += replicas.check(entries, named.manifest.files, pool, policy)
 
 
@@ -471,7 +471,7 @@ def _identify_save(state: WritableState, request: Request, writer: Writer) -> Sa
 
 def _sample_unchecked_files(manifest: Manifest) -> Iterator[bytes]:
     """Yield blocks spread over each file that stores no checksum of its content."""
-    with SourceFiles() as pool:
+    with SourceFiles(manifest.files) as pool:
         for path, file in sorted(manifest.files.items()):
             if file.lasting and not any(record.crc32 for record in file.records):
                 length = min(_SAMPLE_BYTES, file.nbytes)

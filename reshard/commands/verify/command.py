@@ -23,6 +23,7 @@ from reshard.engine.output.destination import check_destination
 from reshard.errors import IncompleteError, UsageError
 from reshard.formats import engines
 from reshard.model import ModelHint
+from reshard.system.files import check_unchanged
 from reshard.system.paths import as_path
 
 if TYPE_CHECKING:
@@ -39,8 +40,8 @@ def verify(
     """Check a checkpoint; damage is in the report, not an error.
 
     Raises:
-        ReshardError: no check can run (the path does not exist, the format is not supported), or
-            a manifest cannot be read or written.
+        ReshardError: no check can run (the path does not exist, the format is not supported), a
+            file was changed while it was read, or a manifest cannot be read or written.
     """
     options = options or VerifyOptions()
     began = time.perf_counter()
@@ -79,6 +80,7 @@ def verify(
             digests = run_deep_checks(manifest, report, options, shapes, listed, meter)
             if options.write_manifest:
                 _write_manifest(manifest, digests, report, options, meter)
+        check_unchanged(manifest.files)
     report.seconds = time.perf_counter() - began
     write_page(
         options, lambda: _build_page(report, None if isinstance(manifest, Check) else manifest)

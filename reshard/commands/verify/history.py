@@ -27,7 +27,7 @@ from reshard.core.location import Location
 from reshard.errors import UsageError
 from reshard.formats import run, unclear
 from reshard.model import ModelHint
-from reshard.system.files import SourceFiles
+from reshard.system.files import SourceFiles, check_unchanged
 from reshard.system.paths import as_path
 from reshard.tensors.lazy import find_first_difference
 from reshard.units import counted
@@ -240,6 +240,8 @@ def _measure(history: History, options: VerifyOptions, meter: Meter | None) -> N
         history.movements = measure(
             tags, names, every_element=options.deep, workers=workers, progress=progress
         )
+    for tag in tags:
+        check_unchanged(tag.manifest.files)
     history.differs = lambda fqn: _differs(tags[0], tags[-1], fqn)
 
 

@@ -58,7 +58,7 @@ def execute(
     """
     before, target, team = done or Outcome(), plan.target, options.team
     share = Share(team, target.nbytes - before.nbytes)
-    with SourceFiles() as pool, OutputFiles(directory) as files:
+    with SourceFiles(sources) as pool, OutputFiles(directory) as files:
         builder = OutputBuilder(pool, files, sources, target, options)
         if team.first:
             builder.create(target.files, is_new=done is None)
@@ -73,9 +73,15 @@ def execute(
         # record, so records are compared last.
         check_records(outcome.reads, sources, pool, options)
         builder.store_checksums(select_share(team, target.checksums), outcome)
+        pool.check_unread(select_share(team, list_lasting(sources)))
     # The first rank must not go on before the others have stored their checksums.
     team.barrier()
     return outcome
+
+
+def list_lasting(sources: Mapping[str, SourceFile]) -> list[str]:
+    """Return the paths of the files that other programs may change."""
+    return [path for path, file in sources.items() if file.lasting]
 
 
 def _skip_done(plan: Plan, done: Outcome, files: OutputFiles) -> Iterator[Batch]:

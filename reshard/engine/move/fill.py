@@ -122,6 +122,7 @@ class Filler:
         self._clamp = clamp
         self._read_bytes = read_bytes
         self._needs_checksum = needs_checksum
+        self._files: set[str] = set()  # that were read since `take_files`
         self._last: dict[str, tuple[int, int, int]] = {}  # file -> byte offset, nbytes, crc
         self._buffer = bytearray()
         self._shared_buffer = bytearray()
@@ -177,6 +178,7 @@ class Filler:
         file = self._pool.find_local(copy.file)
         if file is None:
             return False
+        self._files.add(copy.file)
         start, nbytes, crc = offset, 0, None
         if self._needs_checksum(copy.file):
             start, nbytes, crc = self._continue_checksum(copy.file, offset)
@@ -292,6 +294,11 @@ class Filler:
         reads, self.reads = self.reads, Spans()
         return reads
 
+    def take_files(self) -> set[str]:
+        """Return the files that were read since the last call."""
+        files, self._files = self._files, set()
+        return files
+
     def flush_checksums(self) -> None:
         """Record the checksums of the ranges that were read last."""
         for file, span in self._last.items():
@@ -305,6 +312,7 @@ class Filler:
             # in `_inner` that the next range of the same file needs.
             file.computation.read_into(self._inner, offset, into)
             return
+        self._files.add(file)
         self._pool.read_into(file, offset, into)
         if self._needs_checksum(file):
             start, nbytes, crc = self._continue_checksum(file, offset)

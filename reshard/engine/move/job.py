@@ -12,9 +12,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from reshard.core.manifest import Skeleton, SourceFile
-from reshard.errors import CorruptError, UsageError
+from reshard.errors import UsageError
 from reshard.system.checksum import crc32
 from reshard.system.paths import as_path, is_remote
+from reshard.system.versions import FileVersion
 from reshard.version import __version__
 
 if TYPE_CHECKING:
@@ -46,30 +47,15 @@ def describe(
         "options": {name: _describe_option(value) for name, value in options.items()},
         "output": layout.hexdigest(),
         "sources": {
-            file.path: [file.nbytes, *_read_stamp(file.path)] for file in sources if file.lasting
+            file.path: file.version.to_json() for file in sources if file.lasting and file.version
         },
     }
 
 
-def check_sources(job: Job, sources: Iterable[SourceFile]) -> None:
-    """Check that no source file was changed while it was read.
-
-    The reader of an object store checks this itself. A file that was removed in the meantime was
-    either read completely before, or reading it failed.
-
-    Raises:
-        CorruptError: a file was changed, so the bytes read may mix two versions.
-    """
-    for file in sources:
-        if not file.lasting or is_remote(file.path):
-            continue
-        stamp = _read_stamp(file.path)
-        if stamp and [file.nbytes, *stamp] != job["sources"][file.path]:
-            raise CorruptError(
-                file.path,
-                "was modified or replaced while it was read",
-                "check whether a job is still saving to it, and run again after the job has ended",
-            )
+def select_portable(job: Job) -> Job:
+    """Return the part of a job that is the same on all machines that share its files."""
+    sources = {path: FileVersion.from_json(each) for path, each in job["sources"].items()}
+    return {**job, "sources": {path: each.portable.to_json() for path, each in sources.items()}}
 
 
 def _describe_option(value: object) -> str:
@@ -90,8 +76,9 @@ def _read_stamp(path: str) -> tuple[object, ...]:
 
 
 def compute_digest(job: Job) -> str:
-    """Return 16 hexadecimal digits that identify the job."""
-    return hashlib.sha256(json.dumps(job, sort_keys=True).encode()).hexdigest()[:16]
+    """Return 16 hexadecimal digits that identify the job on any machine."""
+    text = json.dumps(select_portable(job), sort_keys=True)
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
 def check_same_job(destination: Path, before: Job, now: Job) -> None:
@@ -100,10 +87,10 @@ def check_same_job(destination: Path, before: Job, now: Job) -> None:
     Raises:
         UsageError: the jobs differ; the message says in what.
     """
-    if before != now:
+    if difference := _describe_difference(before, now):
         raise UsageError(
             destination,
-            f"the interrupted run cannot be resumed: {_describe_difference(before, now)}",
+            f"the interrupted run cannot be resumed: {difference}",
             "repeat the interrupted command exactly, or leave out --resume to start again",
         )
 
@@ -129,11 +116,17 @@ def parse_line(line: bytes) -> Any:
 
 
 def _describe_difference(before: Job, now: Job) -> str:
-    """Return the first difference between two jobs as text for a message."""
+    """Return the first difference between two jobs as text for a message; empty for equal jobs."""
     if before["reshard"] != now["reshard"]:
         return f"it used reshard {before['reshard']}, this is {now['reshard']}"
-    for what in ("sources", "options"):
-        for name in {**before[what], **now[what]}:
-            if before[what].get(name) != now[what].get(name):
-                return f"{name} has changed since"
-    return "its output had another layout"
+    for path in {**before["sources"], **now["sources"]}:
+        old, new = (
+            FileVersion.from_json(version) if (version := job["sources"].get(path)) else None
+            for job in (before, now)
+        )
+        if old is None or new is None or old.find_change(new):
+            return f"{path} has changed since"
+    for name in {**before["options"], **now["options"]}:
+        if before["options"].get(name) != now["options"].get(name):
+            return f"{name} has changed since"
+    return "its output had another layout" if before["output"] != now["output"] else ""

@@ -28,7 +28,7 @@ from reshard.engine.move.unfinished import Unfinished
 from reshard.engine.output.destination import check_space
 from reshard.engine.output.files import write_at
 from reshard.engine.output.local import LocalPartial, build_disk_error, sync
-from reshard.system.files import SourceFiles
+from reshard.system.files import OpenFiles
 from reshard.system.ranks.team import select_share
 from reshard.system.threads import ThreadGroup, parallel_for
 
@@ -206,7 +206,7 @@ class Journal(Unfinished[LocalPartial]):
     def _find_intact(self, windows: Iterable[FileSpan]) -> Spans:
         """Return the windows whose bytes match their checksum, and those without a checksum."""
         intact: list[FileSpan] = []
-        with SourceFiles() as pool:
+        with OpenFiles(os.O_RDONLY) as pool:
 
             def check(window: FileSpan) -> None:
                 name, offset, nbytes, crc = window

@@ -192,6 +192,7 @@ class OnDemandFiles:
                     is_due = record.crc32 is not None and span not in self._checked
                     if is_due and self._reads.covers(*span):
                         check_record(self._pool, path, record, self._reads)
+                        self._pool.check_read([path])
                         self._checked.add(span)
 
     def check(self) -> None:
@@ -244,6 +245,7 @@ class OnDemandFiles:
                 return acts[-1]
 
             parallel_for(parts, fill_parts, min(workers, max(len(parts), 1)))
+            self._pool.check_read(file for each in acts for file in each.filler.take_files())
             with self._lock:
                 for each in acts:
                     self._reads.update(each.filler.take_reads())

@@ -18,7 +18,7 @@ from typing import Any
 
 from reshard.core.manifest import OutputFile
 from reshard.engine.move import job as jobs
-from reshard.engine.move.execute import OutputBuilder, check_records
+from reshard.engine.move.execute import OutputBuilder, check_records, list_lasting
 from reshard.engine.move.outcome import Outcome
 from reshard.engine.move.share import Batch, Share, merge_across_ranks
 from reshard.engine.move.spans import Spans
@@ -30,6 +30,7 @@ from reshard.engine.output.uploads import Uploads
 from reshard.engine.planning.planner import Plan
 from reshard.system import threads
 from reshard.system.files import SourceFiles
+from reshard.system.ranks.team import select_share
 from reshard.system.remote import objects
 from reshard.system.remote.store import get_version
 
@@ -63,7 +64,7 @@ class Receipts(Unfinished[RemotePartial]):
         recorded = list(partial.path.glob(f"{JOB}-*"))
         has_run = self._job_path in recorded
         # The record of another job is an error only if this job itself has left nothing to resume.
-        for path in () if has_run else recorded:
+        for path in (self._job_path,) if has_run else recorded:
             for line in jobs.iterate_valid_lines(path.read_bytes().splitlines(keepends=True)):
                 jobs.check_same_job(partial.destination, jobs.parse_line(line), self._job)
         self._receipts = self._read_all()
@@ -98,7 +99,7 @@ class Receipts(Unfinished[RemotePartial]):
         """
         before, options = done or Outcome(), self._options
         with (
-            SourceFiles() as pool,
+            SourceFiles(self._sources) as pool,
             temporary() as here,
             OutputFiles(Path(here)) as local,
             Uploads(local, self._partial.output, verify=options.verify) as uploads,
@@ -108,6 +109,7 @@ class Receipts(Unfinished[RemotePartial]):
             outcome = merge_across_ranks(options.team, seen)
             outcome.add(before)
             check_records(outcome.reads, self._sources, pool, options)
+            pool.check_unread(select_share(options.team, list_lasting(self._sources)))
         options.team.barrier()
         self._partial.path.store.forget()  # listings from before the other ranks uploaded
         return outcome

@@ -16,7 +16,8 @@ from reshard.engine.output.files import OutputFiles, check_read_back
 from reshard.errors import ReshardError, ResourceError
 from reshard.system.remote.attempts import attempt
 from reshard.system.remote.path import RemotePath
-from reshard.system.remote.reading import fetch
+from reshard.system.remote.reading import RemoteFile
+from reshard.system.remote.store import find_version
 from reshard.system.threads import ThreadGroup
 
 _PART = 16 << 20  # bytes of one part of an upload
@@ -147,11 +148,13 @@ def check_uploaded(file_path: Path, remote_path: RemotePath, stop: threading.Eve
         DifferentError: the object differs from the local file.
     """
     nbytes, url = file_path.stat().st_size, str(remote_path)
+    info = remote_path.store.info(url)
+    uploaded = RemoteFile(url, find_version(info) if info else None)
     with file_path.open("rb") as file:
         for start in range(0, nbytes, _READ_BACK):
             _check_not_stopped(stop, url)
             piece = file.read(_READ_BACK)
-            stored = fetch(remote_path.store, url, start, len(piece))
+            stored = uploaded.fetch(start, len(piece))
             check_read_back(url, start, piece, stored, "the store and the network")
 
 

@@ -21,7 +21,7 @@ from reshard.errors import CorruptError, UnsupportedError
 from reshard.formats.dcp.archives import ArchiveCache
 from reshard.formats.dcp.metadata import Block
 from reshard.quantised import moments
-from reshard.system.files import LFS_HEAD, Section, SourceFiles, get_size, refuse_lfs_pointer
+from reshard.system.files import LFS_HEAD, Section, SourceFiles, refuse_lfs_pointer
 from reshard.system.ranges import Range
 
 ZIP = b"PK"  # the first bytes of a torch.save archive
@@ -42,7 +42,6 @@ class ItemReader:
         self._pool = pool
         self._archives = ArchiveCache()
         self._taken: set[tuple[str, int]] = set()
-        self._sizes: dict[str, int] = {}
         self._records: dict[str, list[Record]] = {}
         self._streams: dict[tuple[str, int], dict[str, Chunk]] = {}
 
@@ -50,9 +49,12 @@ class ItemReader:
         """Return every file that was opened, as a manifest lists it."""
         return {
             path: SourceFile(
-                path, size, tuple(sorted(self._records[path], key=lambda r: r.byte_offset))
+                path,
+                self._get_size(path),
+                tuple(sorted(records, key=lambda record: record.byte_offset)),
+                version=self._pool.find_version(path),
             )
-            for path, size in self._sizes.items()
+            for path, records in self._records.items()
         }
 
     def read_chunks(self, stored: Sequence[tuple[Path, Block, DType]]) -> list[Chunk | Call]:
@@ -141,10 +143,8 @@ class ItemReader:
         return file
 
     def _get_size(self, name: str) -> int:
-        if name not in self._sizes:
-            self._sizes[name] = get_size(name)
-            self._records[name] = []
-        return self._sizes[name]
+        self._records.setdefault(name, [])
+        return self._pool.find_version(name).nbytes
 
     def _find_section(self, name: str, block: Block) -> Section | None:
         """Return the archive of a block; None if a safetensors stream begins there."""

@@ -215,7 +215,7 @@ def _can_copy(
         about = directory.about
         if about.shapes or about.paths.keys() != about.tensors.keys() | about.objects.keys():
             return False
-    with SourceFiles() as pool:
+    with SourceFiles(manifest.files) as pool:
         return all(
             (path := f"{directory.path}/{block.file}") in manifest.files
             and pool.read(path, block.byte_offset, len(ZIP)) == ZIP

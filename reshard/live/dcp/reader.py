@@ -153,7 +153,7 @@ class StorageReader(storage.StorageReader):
             else:
                 values.add(item, value)
         values.load()
-        with SourceFiles() as pool:
+        with SourceFiles(self.manifest.files) as pool:
             refuse_different_aliases(pool, jobs, values.targets)
             read(pool, jobs, planner)
             # DCP calls nothing of the reader after this. The tensors of `get_state_dict` are those

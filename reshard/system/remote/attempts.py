@@ -23,8 +23,15 @@ _FEW_ATTEMPTS = {
     "az": 2,
     "abfs": 2,
 }  # their libraries repeat requests themselves
-_FINAL = (IsADirectoryError, NotADirectoryError)
+
+
+class ChangedObjectError(OSError):
+    """The object is not the version that a request asked for."""
+
+
+_FINAL = (IsADirectoryError, NotADirectoryError, ChangedObjectError)
 _REFUSED = (401, 403)
+PRECONDITION_FAILED = 412
 # Errors are recognized by names, so that no store's library has to be imported or installed.
 _LIBRARIES = frozenset(
     "adlfs aiobotocore aiohttp azure botocore fsspec gcsfs google hf_xet httpcore httpcore2"
@@ -126,7 +133,8 @@ def _get_status(error: Exception) -> int | None:
 def _is_final(error: Exception) -> bool:
     """Return whether another attempt would fail in the same way."""
     hopeless = type(error).__name__ in _HOPELESS
-    return hopeless or isinstance(error, _FINAL) or _get_status(error) in _REFUSED
+    refused = (*_REFUSED, PRECONDITION_FAILED)
+    return hopeless or isinstance(error, _FINAL) or _get_status(error) in refused
 
 
 def _suggest(error: Exception) -> str:

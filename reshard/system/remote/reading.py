@@ -10,12 +10,13 @@ from __future__ import annotations
 import threading
 from bisect import bisect_right, insort
 from collections import OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from reshard.errors import CorruptError, IncompleteError, ReshardError
 from reshard.system.ranges import Range
 from reshard.system.remote.attempts import attempt
-from reshard.system.remote.store import Store, find_store, get_version
+from reshard.system.remote.store import Store, find_store, find_version
+from reshard.system.versions import FileVersion, Versioned, refuse_change
 
 _BLOCK = 256 << 10
 _KEPT = 64  # blocks in the cache of a process: 16 MiB
@@ -50,22 +51,28 @@ _blocks = _BlockCache()
 
 
 class RemoteFile:
-    """One object, read by ranges."""
+    """One version of an object, read by ranges.
 
-    def __init__(self, url: str) -> None:
+    Args:
+        version: the version to read; by default the present one.
+    """
+
+    def __init__(self, url: str, version: FileVersion | None = None) -> None:
         self._store = find_store(url)
-        info = self._store.find(url)
-        if info is None:
-            raise IncompleteError(url, "does not exist", "was the checkpoint moved?")
+        if version is None:
+            info = self._store.find(url)
+            if info is None:
+                raise IncompleteError(url, "does not exist", "was the checkpoint moved?")
+            version = find_version(info)
         self.url = url
-        self.nbytes: int = info["size"]
-        self._version = get_version(info)
+        self.nbytes = version.nbytes
+        self.version = version
 
     def pread(self, target: memoryview, byte_offset: int) -> int:
         """Fill the target from an offset on and return the number of bytes before the end."""
         nbytes = max(0, min(len(target), self.nbytes - byte_offset))
         if nbytes >= _SMALL:
-            target[:nbytes] = fetch(self._store, self.url, byte_offset, nbytes)
+            target[:nbytes] = self.fetch(byte_offset, nbytes)
             return nbytes
         done = 0
         while done < nbytes:
@@ -77,39 +84,52 @@ class RemoteFile:
 
     def _block(self, index: int) -> bytes:
         # The blocks of an object that is rewritten get other keys, so two versions are never mixed.
-        key = (self.url, self._version, index)
+        key = (self.url, self.version, index)
         data = _blocks.get(key)
         if data is None:
             start = index * _BLOCK
             nbytes = min(_BLOCK, self.nbytes - start)
-            data = fetch(self._store, self.url, start, nbytes)
+            data = self.fetch(start, nbytes)
             _blocks.put(key, data)
         return data
 
+    def fetch(self, byte_offset: int, nbytes: int) -> bytes:
+        """Return exactly `nbytes` bytes by a request of their own.
 
-def fetch(store: Store, url: str, byte_offset: int, nbytes: int) -> bytes:
-    """Return exactly `nbytes` bytes of an object.
+        Raises:
+            CorruptError: the object was replaced.
+            ReshardError: it cannot be read.
+        """
+        ranges = [(self.url, byte_offset, nbytes)]
+        return _fetch_ranges(self._store, ranges, [self.version])[0]
+
+    def check(self) -> None:
+        """Check that the store still has this version, unless each read has checked it.
+
+        Raises:
+            CorruptError: the object was replaced.
+        """
+        if not self._store.pins(self.version):
+            _refuse_changed(self._store, self.url, self.version)
+
+
+def _fetch_ranges(
+    store: Store, ranges: Sequence[Range], versions: Sequence[FileVersion]
+) -> list[bytes]:
+    """Return several ranges, each complete, which are fetched concurrently.
 
     Raises:
-        CorruptError: the object has become shorter.
-        ReshardError: the object cannot be read.
+        CorruptError: an object was replaced since its version was fixed.
+        ReshardError: an object cannot be read.
     """
-    return _fetch_ranges(store, [(url, byte_offset, nbytes)])[0]
-
-
-def _fetch_ranges(store: Store, ranges: Sequence[Range]) -> list[bytes]:
-    """Return several ranges, each complete, which are fetched concurrently."""
     # A repeated request asks only for the ranges that have not arrived.
     received: dict[int, bytes] = {}
     url = ranges[0][0]
 
     def request() -> None:
         waiting = [number for number in range(len(ranges)) if number not in received]
-        results = store.files.cat_ranges(
-            [store.name_of(ranges[number][0]) for number in waiting],
-            [ranges[number][1] for number in waiting],
-            [ranges[number][1] + ranges[number][2] for number in waiting],
-            on_error="return",
+        results = store.read_ranges(
+            [ranges[number] for number in waiting], [versions[number] for number in waiting]
         )
         failure: Exception | None = None
         for number, result in zip(waiting, results, strict=True):
@@ -126,27 +146,29 @@ def _fetch_ranges(store: Store, ranges: Sequence[Range]) -> list[bytes]:
     try:
         attempt(url, request, "cannot be read")
     except ReshardError:
-        _refuse_shorter(store, [ranges[n] for n in range(len(ranges)) if n not in received])
+        missing = (number for number in range(len(ranges)) if number not in received)
+        for url, version in {ranges[number][0]: versions[number] for number in missing}.items():
+            _refuse_changed(store, url, version)
         raise
     return [received[number] for number in range(len(ranges))]
 
 
-def _refuse_shorter(store: Store, ranges: Sequence[Range]) -> None:
-    """Raise an error if a read failed because the object has become shorter."""
-    url, offset, nbytes = max(ranges, key=lambda each: each[1] + each[2])
+def _refuse_changed(store: Store, url: str, version: FileVersion) -> None:
+    """Raise an error if the store has another version of the object now."""
     info = store.info(url)
-    if info is not None and info["size"] < offset + nbytes:
-        raise CorruptError(
-            url,
-            f"{nbytes} bytes were expected at offset {offset}, but the object has {info['size']}",
-            "it became shorter while it was read: is a job still writing to it?",
-        )
+    if info is not None:  # a removed object cannot be read, which is another error
+        refuse_change(url, version, find_version(info))
 
 
 class RemoteFiles:
-    """A pool of objects and of ranges that were fetched in advance; safe for threads."""
+    """A pool of objects and of ranges that were fetched in advance; safe for threads.
 
-    def __init__(self) -> None:
+    Args:
+        versions: the files by URL whose versions are fixed, as in `reshard.system.files`.
+    """
+
+    def __init__(self, versions: Mapping[str, Versioned]) -> None:
+        self._versions = versions
         self._files: dict[str, RemoteFile] = {}
         self._kept: dict[str, dict[int, bytes]] = {}  # url -> offset -> bytes fetched in advance
         self._starts: dict[str, list[int]] = {}  # url -> sorted offsets
@@ -160,10 +182,7 @@ class RemoteFiles:
         """
         if url in self._kept and self._fill_from_kept(url, byte_offset, target):
             return
-        file = self._files.get(url)
-        if file is None:
-            file = self._files[url] = RemoteFile(url)
-        count = file.pread(target, byte_offset)
+        count = self.open(url).pread(target, byte_offset)
         if count < len(target):
             raise CorruptError(
                 url,
@@ -172,11 +191,48 @@ class RemoteFiles:
                 "it became shorter while it was read: is a job still writing to it?",
             )
 
+    def open(self, url: str) -> RemoteFile:
+        """Return the version of an object that is read.
+
+        Raises:
+            IncompleteError: there is no such object.
+        """
+        file = self._files.get(url)
+        if file is None:
+            known = self._versions.get(url)
+            file = RemoteFile(url, known.version if known else None)
+            file = self._files.setdefault(url, file)  # another thread may have been faster
+        return file
+
+    def check(self, urls: Iterable[str] | None = None) -> None:
+        """Check that the store still has the versions of these objects, by default of all.
+
+        Raises:
+            CorruptError: an object was replaced.
+        """
+        for url in list(self._files) if urls is None else urls:
+            self.open(url).check()
+
+    def check_unread(self, urls: Iterable[str]) -> None:
+        """Check that the store still lists the versions of objects that this pool did not read.
+
+        Raises:
+            CorruptError: an object was replaced.
+        """
+        unread = [url for url in urls if url not in self._files]
+        for store in {find_store(url) for url in unread}:
+            store.forget()
+        for url in unread:
+            info, version = find_store(url).find(url), self._versions[url].version
+            if info is not None and version is not None:
+                refuse_change(url, version, find_version(info))
+
     def prefetch(self, ranges: list[Range]) -> list[Range]:
         """Fetch ranges concurrently, and return them; they are kept until `drop`."""
         if ranges:
             store = find_store(ranges[0][0])
-            for span, data in zip(ranges, _fetch_ranges(store, ranges), strict=True):
+            versions = [self.open(url).version for url, _, _ in ranges]
+            for span, data in zip(ranges, _fetch_ranges(store, ranges, versions), strict=True):
                 self._store(span, data)
         return ranges
 

@@ -2,15 +2,24 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import threading
 import time
+from collections.abc import Sequence
 from datetime import datetime
 from functools import cache
 from typing import Any
 
 from reshard.errors import IncompleteError, UsageError
-from reshard.system.remote.attempts import CREDENTIALS, attempt
+from reshard.system.ranges import Range
+from reshard.system.remote.attempts import (
+    CREDENTIALS,
+    PRECONDITION_FAILED,
+    ChangedObjectError,
+    attempt,
+)
+from reshard.system.versions import FileVersion
 
 Info = dict[str, Any]
 
@@ -21,8 +30,9 @@ _S3 = {
     "use_listings_cache": False,
 }
 _OPTIONS: dict[str, dict[str, Any]] = {"s3": _S3, "s3a": _S3}
+_READS_AT_ONCE = 128  # as fsspec's ``gather_batch_size``
 _TALKATIVE = ("gcsfs", "azure")
-_TAGS = ("ETag", "etag", "generation", "md5Hash")
+_TAGS = ("ETag", "etag", "generation", "md5Hash", "blob_id")
 _TIMES = ("LastModified", "last_modified", "mtime", "updated", "created")
 
 
@@ -76,11 +86,91 @@ class Store:
             return self.info(url)
         return self.list_children(folder).get(name)
 
+    def pins(self, version: FileVersion) -> bool:
+        """Return whether a read of a version fails if the object was replaced."""
+        return self.scheme in _S3_SCHEMES and version.condition != ""
+
+    def read_ranges(
+        self, ranges: Sequence[Range], versions: Sequence[FileVersion]
+    ) -> list[bytes | Exception]:
+        """Return the bytes of each range, which are fetched concurrently, or why they are missing.
+
+        Args:
+            versions: of the object of each range; see `pins`.
+        """
+        names = [self.name_of(url) for url, _, _ in ranges]
+        starts = [start for _, start, _ in ranges]
+        stops = [start + nbytes for _, start, nbytes in ranges]
+        read = _READS.get(self.scheme)
+        results: list[bytes | Exception]
+        if read is None:
+            results = self.files.cat_ranges(names, starts, stops, on_error="return")
+            return results
+        from fsspec import asyn
+
+        async def read_all() -> list[bytes | Exception]:
+            conditions = [version.condition for version in versions]
+            limit = asyncio.Semaphore(_READS_AT_ONCE)
+
+            async def read_one(*arguments: Any) -> bytes:
+                async with limit:
+                    return await read(self.files, *arguments)
+
+            reads = map(read_one, names, starts, stops, conditions)
+            return await asyncio.gather(*reads, return_exceptions=True)  # type: ignore[return-value]
+
+        results = asyn.sync(self.files.loop, read_all)
+        return results
+
     def forget(self) -> None:
         """Drop all cached listings, because something was written."""
         self.files.invalidate_cache()
         with self._lock:
             self._listed.clear()
+
+
+async def _read_s3(files: Any, name: str, start: int, stop: int, etag: str) -> bytes:
+    """Read a range of an object, if its ETag is still the same."""
+    bucket, key, version = files.split_path(name)
+    conditions = {"IfMatch": etag} if etag else {}
+    chosen = {"VersionId": version} if version else {}
+    span = f"bytes={start}-{stop - 1}"
+    try:
+        answer = await files._call_s3(  # noqa: SLF001 - the public method is not asynchronous
+            "get_object", Bucket=bucket, Key=key, Range=span, **chosen, **conditions
+        )
+    except OSError as error:
+        found = getattr(error.__cause__, "response", {})
+        if found.get("ResponseMetadata", {}).get("HTTPStatusCode") == PRECONDITION_FAILED:
+            raise ChangedObjectError("the object was replaced") from error
+        raise
+    try:
+        # Some servers that are compatible with S3 ignore the condition.
+        if etag and answer.get("ETag", etag) != etag:
+            raise ChangedObjectError("the object was replaced")
+        return bytes(await answer["Body"].read())
+    finally:
+        answer["Body"].close()
+
+
+async def _read_google(files: Any, name: str, start: int, stop: int, generation: str) -> bytes:
+    """Read a range of an object, if its generation is still the same."""
+    condition = f"&ifGenerationMatch={generation}" if generation else ""
+    span = {"Range": f"bytes={start}-{stop - 1}"}
+    _, data = await files._call("GET", files.url(name) + condition, headers=span)  # noqa: SLF001 - as gcsfs's `cat_file`
+    return bytes(data)
+
+
+_S3_SCHEMES = ("s3", "s3a")
+_READS = {**dict.fromkeys(_S3_SCHEMES, _read_s3), "gs": _read_google, "gcs": _read_google}
+"""URL scheme -> how to read a range of one version of an object."""
+
+
+def find_version(info: Info) -> FileVersion:
+    """Return the version of an object."""
+    seconds = get_modification_time(info)
+    condition = str(info.get("generation") or info.get("ETag") or "")
+    return FileVersion(info["size"], seconds * 10**9, tags=get_version(info), condition=condition)
 
 
 def get_version(info: Info) -> tuple[str, ...]:
