@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import io
 from contextlib import ExitStack
+from datetime import datetime, timezone
 from typing import Any
 
 import fsspec
@@ -85,15 +86,32 @@ class CheckpointFileSystem(fsspec.AbstractFileSystem):  # type: ignore[misc] # i
     def info(self, path: str, **_: Any) -> dict[str, Any]:
         """Return name, size and type of a file or directory.
 
+        The time and the tag of a file change with the checkpoint, and so do fsspec's `ukey` and
+        `checksum`, which are computed from them.
+
         Raises:
             FileNotFoundError: there is no such file or directory.
         """
         path = self._strip_protocol(path)
         if path in self._files:
-            return {"name": path, "size": self._files.nbytes(path), "type": "file"}
+            return {
+                "name": path,
+                "size": self._files.nbytes(path),
+                "type": "file",
+                "mtime": self._files.changed_ns / 1e9,
+                "ETag": self._files.compute_tag(path).hex(),
+            }
         if path and not any(name.startswith(f"{path}/") for name in self._files):
             raise FileNotFoundError(path)
         return {"name": path, "size": 0, "type": "directory"}
+
+    def modified(self, path: str) -> datetime:
+        """Return when the last of the checkpoint's files was changed.
+
+        Raises:
+            FileNotFoundError: there is no such file.
+        """
+        return datetime.fromtimestamp(self.info(path)["mtime"], tz=timezone.utc)
 
     def _open(self, path: str, mode: str = "rb", **_: Any) -> io.BufferedReader:
         if mode != "rb":

@@ -18,6 +18,7 @@ from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing, contextmanager, suppress
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
@@ -124,6 +125,7 @@ def _run(fuse: Any, operations: FileOperations, directory: Path) -> None:
             ro=True,
             fsname="reshard",
             kernel_cache=True,
+            use_ino=True,
             entry_timeout=_KEPT_S,
             attr_timeout=_KEPT_S,
             **bounded,
@@ -274,7 +276,7 @@ class FileOperations:
         self._print_line = print_line
         self._greeting = greeting
         self._last_printed: list[str] = []
-        self._made_ns = time.time_ns()
+        self._mounted_ns = time.time_ns()
         self._folders = _list_folders(files)
         self._working_directory = Path.cwd()
 
@@ -286,25 +288,37 @@ class FileOperations:
     def getattr(self, path: str, _handle: int | None = None) -> dict[str, Any]:
         """Return the type, size, owner and times of a file or directory.
 
+        Time and inode number are those of the content: they change with the source, so that web
+        servers and other caches do not take a file for that of an earlier save.
+
         Raises:
             OSError: there is none.
         """
         name = path.strip("/")
+        tag, changed_ns = sha256(name.encode()).digest(), 0
         if name in self._files:
             mode, nbytes, links = stat.S_IFREG | 0o444, self._files.nbytes(name), 1
+            tag = self._files.compute_tag(name)
+            # The other files were read from documents, whose versions are not known.
+            changed_ns = self._files.changed_ns if self._files.has_tensors(name) else 0
         elif name in self._folders:
             mode, nbytes, links = stat.S_IFDIR | 0o555, 0, 2
         else:
             raise OSError(errno.ENOENT, path)
-        times = dict.fromkeys(("st_atime", "st_mtime", "st_ctime"), self._made_ns)
+        inode = {"st_ino": int.from_bytes(tag[:7], "little")}
+        times = dict.fromkeys(("st_atime", "st_mtime", "st_ctime"), changed_ns or self._mounted_ns)
         owner = {"st_uid": os.getuid(), "st_gid": os.getgid()}
         blocks = -(-nbytes // 512)  # POSIX counts blocks of 512 bytes
         size = {"st_size": nbytes, "st_blocks": blocks, "st_nlink": links}
-        return {"st_mode": mode, **size, **owner, **times}
+        return {"st_mode": mode, **inode, **size, **owner, **times}
 
-    def readdir(self, path: str, _handle: int) -> list[str]:
-        """Return the names in a directory."""
-        return [".", "..", *self._folders[path.strip("/")]]
+    def readdir(self, path: str, _handle: int) -> list[tuple[str, dict[str, Any], int]]:
+        """Return the names in a directory, with their types and inode numbers."""
+        folder = path.strip("/")
+        own = self.getattr(folder)
+        names = self._folders[folder]
+        inside = [(name, self.getattr(f"{folder}/{name}"), 0) for name in names]
+        return [(".", own, 0), ("..", own, 0), *inside]
 
     def open(self, _path: str, _flags: int) -> int:
         """Return a handle, which is not used: reads come with the path."""

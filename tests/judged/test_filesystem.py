@@ -9,6 +9,7 @@ import fsspec
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from safetensors.torch import save_file
 from torch.distributed.checkpoint._fsspec_filesystem import FsspecReader
 
 import reshard
@@ -38,10 +39,27 @@ def test_the_files_are_those_of_merge(run, tmp_path):
     for name, data in wanted.items():
         assert files.cat_file(name) == data
         assert files.cat_file(name, start=3, end=50) == data[3:50]
-        assert files.info(name) == {"name": name, "size": len(data), "type": "file"}
+        info = files.info(name)
+        assert (info["name"], info["size"], info["type"]) == (name, len(data), "file")
     with fsspec.open(f"reshard://config.json::{run}") as file:
         assert file.read() == wanted["config.json"]
     files.close()
+
+
+def test_what_identifies_a_file_changes_with_the_source(tmp_path):
+    def identify():
+        files = fsspec.filesystem("reshard", fo=str(tmp_path / "x.safetensors"))
+        name = "model.safetensors"
+        found = files.ukey(name), files.checksum(name), files.modified(name)
+        files.close()
+        return found
+
+    found = []
+    for value in (1.0, 2.0):
+        save_file({"a": torch.full((4,), value)}, tmp_path / "x.safetensors")
+        found.append(identify())
+        assert identify() == found[-1]
+    assert all(one != other for one, other in zip(*found, strict=True))
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is")

@@ -170,6 +170,28 @@ def test_nginx_serves_the_bytes_of_merge(mounted, merged, served):
     assert ask(Range="bytes=5-99") == (206, wanted[5:100])
 
 
+def test_time_and_inode_change_with_the_source(mounted, place, tmp_path):
+    """A web server makes its ETag from them, so no client keeps the previous step's weights."""
+    source = tmp_path / "x.safetensors"
+
+    def look():
+        server = mounted(source)
+        status = (place / WEIGHTS).stat()
+        subprocess.run(["umount", place], check=True)
+        server.wait(LIMIT_S)
+        return status.st_size, int(status.st_mtime), status.st_ino
+
+    seen = []
+    for value in (1.0, 2.0):
+        safetensors.torch.save_file({"a": torch.full((4,), value)}, source)
+        seen.append(look())
+        assert look() == seen[-1]
+        time.sleep(1)
+    assert seen[0][0] == seen[1][0]
+    assert seen[0][1] < seen[1][1]
+    assert seen[0][2] != seen[1][2]
+
+
 def test_a_layout_with_folders_has_the_names_of_split(mounted, place, tmp_path):
     reshard.split(RUN, tmp_path / "split", to="deepspeed", world_size=2)
     mounted(RUN, "--to", "deepspeed", "--world-size", 2)
@@ -246,17 +268,30 @@ def test_a_server_that_is_killed_leaves_errors_and_can_be_cleaned_up(mounted, pl
     mounted(RUN)  # the same directory can be used again
 
 
-def test_a_source_that_disappears_is_an_error_not_other_bytes(mounted, place, tmp_path):
+def rewrite(path):
+    with path.open("r+b") as file:
+        file.write(path.read_bytes())
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda path: os.truncate(path, 100),
+        rewrite,
+        lambda path: Path(shutil.copy(path, path.with_suffix(".new"))).replace(path),
+    ],
+)
+def test_a_source_that_changes_is_an_error_not_other_bytes(mounted, place, tmp_path, change):
     run = Path(shutil.copytree(RUN, tmp_path / "run"))
     server = mounted(run)
     for path in run.rglob("*.pt"):
-        os.truncate(path, 100)
+        change(path)
     with pytest.raises(OSError, match=os.strerror(errno.EIO)) as caught:
         (place / WEIGHTS).read_bytes()
     assert caught.value.errno == errno.EIO
     assert (place / "config.json").read_bytes() == (RUN / "config.json").read_bytes()
     server.send_signal(signal.SIGINT)
-    assert "the file became shorter" in server.stderr.read()
+    assert "was modified or replaced while it was read" in server.stderr.read()
 
 
 def test_a_relative_source_is_found_by_reads_too(mounted, merged, place):

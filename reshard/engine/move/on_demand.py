@@ -8,6 +8,7 @@ on a disk.
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import io
 import logging
 import threading
@@ -27,6 +28,7 @@ from reshard.errors import DifferentError, IncompleteError
 from reshard.system.files import SourceFiles
 from reshard.system.threads import parallel_for
 from reshard.units import counted
+from reshard.version import __version__
 
 if TYPE_CHECKING:
     from _typeshed import WriteableBuffer
@@ -74,6 +76,7 @@ class OnDemandFiles:
         self._overflows: dict[tuple[str, int], Counter[str]] = {}
         self._logged: set[str] = set()
         self._crcs: dict[tuple[str, int], bytes] = {}
+        self._tags: dict[str, bytes] = {}
         self._lock = threading.Lock()
         self._fillers = _Fillers(self._make_filler, workers)
 
@@ -96,6 +99,34 @@ class OnDemandFiles:
             IncompleteError: there is no such file.
         """
         return self._find(name).nbytes
+
+    @cached_property
+    def changed_ns(self) -> int:
+        """When the last of the source files was changed, in nanoseconds; 0 if none is known."""
+        versions = (file.version for file in self._sources.values())
+        return max((version.changed_ns for version in versions if version), default=0)
+
+    def compute_tag(self, name: str) -> bytes:
+        """Return a digest that changes with the content of a file: its layout and its sources.
+
+        Raises:
+            IncompleteError: there is no such file.
+        """
+        if name not in self._tags:
+            file = self._find(name)
+            digest = hashlib.sha256(self._source_tag)
+            digest.update(repr((name, file.nbytes)).encode())
+            for offset, data in file.literals:
+                digest.update(repr((offset, len(data))).encode() + data)
+            self._tags[name] = digest.digest()
+        return self._tags[name]
+
+    @cached_property
+    def _source_tag(self) -> bytes:
+        versions = {
+            path: file.version and file.version.to_json() for path, file in self._sources.items()
+        }
+        return repr((__version__, self._on_overflow, sorted(versions.items()))).encode()
 
     def has_tensors(self, name: str) -> bool:
         """Return whether a file has bytes of tensors; the content of others is known."""
