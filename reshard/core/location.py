@@ -185,6 +185,29 @@ def _list_entries(directory: Path) -> Iterator[Path | os.DirEntry[str]]:
             yield directory / entry.name if entry.is_symlink() else entry
 
 
+def leads_outside(path: Path, root: Path) -> bool:
+    """Return whether a path below ``root`` leads through links to a file outside of it.
+
+    Two such links are not outside: one to the file of the same name in the directory above, which
+    belongs to the run, and one from a snapshot of Hugging Face's cache to a blob of the same
+    repository (huggingface_hub ``file_download.py``: ``snapshots/REVISION/NAME`` leads to
+    ``blobs/HASH``).
+    """
+    inside, target = root.resolve(), path.resolve()
+    is_blob = inside.parent.name == "snapshots" and target.parent == inside.parents[1] / "blobs"
+    is_of_run = target == inside.parent / path.relative_to(root)
+    return not (target.is_relative_to(inside) or is_blob or is_of_run)
+
+
+def note_outside(paths: Iterable[Path]) -> list[str]:
+    """Return a note for each file that is not copied because it is a link out of the source."""
+    return [
+        f"{path.name} was not copied: it is a link to {path.resolve()}, outside of the checkpoint;"
+        " copy that file beside the output if it belongs to the model"
+        for path in paths
+    ]
+
+
 def refuse_broken_link(link: Path, advice: str = "") -> NoReturn:
     """Refuse a symlink whose target does not exist.
 

@@ -14,7 +14,7 @@ from reshard.containers.json_files import read_json_object
 from reshard.containers.pickles import trust
 from reshard.containers.pickles.objects import SCHEDULER
 from reshard.containers.torch_detect import is_torch_file
-from reshard.core.location import Location
+from reshard.core.location import Location, note_outside
 from reshard.core.manifest import Manifest
 from reshard.errors import CorruptError, UnsupportedError, UsageError
 from reshard.model import ModelHint, ModelShapes
@@ -148,6 +148,7 @@ def add_kept_files(manifest: Manifest, location: Location) -> Manifest:
         ),
         files={**manifest.files, **{file.path: file.source() for file in opened.values()}},
         unknown_globals=tuple(sorted({*manifest.unknown_globals, *unknown})),
+        warnings=(*manifest.warnings, *note_outside(copied_files.list_outside(location))),
     )
 
 

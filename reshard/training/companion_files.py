@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from reshard.containers.json_files import format_json, read_json_object
 from reshard.core.box import Index
 from reshard.core.dtypes import DType
-from reshard.core.location import Location, get_directory
+from reshard.core.location import Location, get_directory, leads_outside, note_outside
 from reshard.core.manifest import Entry, Manifest, OutputFile, Skeleton, find_most_common_dtype
 from reshard.errors import UsageError
 from reshard.quantised.statement import CONFIG, OTHERS, remove_statement
@@ -45,11 +45,22 @@ CONFIG_FOLDERS = (
 
 @dataclass(frozen=True, slots=True)
 class Companions:
-    """The files that complete a model directory; ``config`` is parsed, the rest is copied."""
+    """The files that complete a model directory; ``config`` is parsed, the rest is copied.
+
+    Attributes:
+        outside: files that are links out of the source, which are not copied. The config may be
+            among them: it describes the weights, but is not written.
+    """
 
     directory: Path | None
     config: dict[str, Any] | None
     others: tuple[Path, ...]
+    outside: tuple[Path, ...] = ()
+
+    @property
+    def may_copy_config(self) -> bool:
+        """Whether the output may have the config."""
+        return all(path.name != "config.json" for path in self.outside)
 
 
 def find_companions(hf_dir: Path | None, near: Sequence[Path]) -> Companions:
@@ -59,15 +70,18 @@ def find_companions(hf_dir: Path | None, near: Sequence[Path]) -> Companions:
         UsageError: ``hf_dir`` was given and has no config.json.
         CorruptError: config.json is not JSON.
     """
-    inner = (path / folder for folder in CONFIG_FOLDERS for path in near)
-    candidates = [hf_dir] if hf_dir else [*near, *inner]
-    for directory in candidates:
+    inner = ((path, path / folder) for folder in CONFIG_FOLDERS for path in near)
+    candidates = [(hf_dir, hf_dir)] if hf_dir else [*((path, path) for path in near), *inner]
+    for root, directory in candidates:
         config = directory / "config.json"
         if config.is_file():
             if not hf_dir and not is_model_config(config):
                 continue  # some other program's config.json
             parsed = read_json_object(config)
-            return Companions(directory, parsed, list_model_files(directory, parsed))
+            files = list_model_files(directory, parsed)
+            outside = tuple(path for path in (config, *files) if leads_outside(path, root))
+            others = tuple(path for path in files if path not in outside)
+            return Companions(directory, parsed, others, outside)
     if hf_dir:
         raise UsageError(hf_dir, "has no config.json", "--hf-dir needs a Hugging Face model")
     return Companions(None, None, ())
@@ -176,8 +190,12 @@ _PROGRESS = "trainer_state.json"  # HF Trainer's, and our trainer's
 _MAX_BYTES = 64 << 20
 
 
-def copy_companions(skeleton: Skeleton, manifest: Manifest, *, beside: str, above: str) -> Skeleton:
+def copy_companions(
+    skeleton: Skeleton, manifest: Manifest, *, beside: str, above: str
+) -> tuple[Skeleton, list[str]]:
     """Add copies of the model's files that are beside the source's files, or in the folder above.
+
+    Links out of the source are not copied, and a note names each.
 
     Args:
         beside: folder in the skeleton for the files of the checkpoint's directory.
@@ -187,6 +205,7 @@ def copy_companions(skeleton: Skeleton, manifest: Manifest, *, beside: str, abov
     directory = get_directory(manifest.origin.path)
     taken = {file.name for file in skeleton.files}
     added: dict[str, OutputFile] = {}
+    outside: list[Path] = []
     for folder, below in ((directory, beside), (directory.resolve().parent, above)):
         for path in _list_companions(folder):
             if folder != directory and directory.resolve() in path.parents:
@@ -194,6 +213,9 @@ def copy_companions(skeleton: Skeleton, manifest: Manifest, *, beside: str, abov
             name = path.relative_to(folder).as_posix()
             name = f"{below}/{name}" if below else name
             if name not in taken and name not in added:
+                if leads_outside(path, folder):
+                    outside.append(path)
+                    continue
                 is_progress = path.name == _PROGRESS
                 data = _read_progress(path, manifest) if is_progress else _read_copy(path, manifest)
                 if data is None:
@@ -207,7 +229,8 @@ def copy_companions(skeleton: Skeleton, manifest: Manifest, *, beside: str, abov
         # directory are complete, and those above it may be of another run.
         if added and not beside:
             break
-    return Skeleton((*skeleton.files, *added.values()), skeleton.entries, skeleton.checksums)
+    files = (*skeleton.files, *added.values())
+    return Skeleton(files, skeleton.entries, skeleton.checksums), note_outside(outside)
 
 
 def _read_copy(path: Path, manifest: Manifest) -> bytes | None:
@@ -264,7 +287,7 @@ def _list_companions(folder: Path) -> list[Path]:
     own = [each for each in folders if each == folder or not (each / _PROGRESS).is_file()]
     adapters = [path for each in own if (path := each / ADAPTER_CONFIG).is_file()]
     found = find_companions(None, [folder])
-    paths = list(found.others)
+    paths = [*found.others, *(path for path in found.outside if path.name != "config.json")]
     if adapters and not paths:  # PEFT's directories have no config.json
         paths = list(list_model_files(folder, {}))
     paths += adapters

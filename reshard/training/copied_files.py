@@ -12,7 +12,7 @@ Source: Accelerate 1.15 ``checkpointing.py`` (``save_accelerator_state``, ``save
 from __future__ import annotations
 
 import re
-from collections.abc import Container, Iterable, Mapping
+from collections.abc import Container, Iterable, Iterator, Mapping
 from pathlib import Path
 
 from reshard.containers.pickles.objects import iterate_parts
@@ -20,7 +20,7 @@ from reshard.containers.torch_detect import is_torch_file
 from reshard.core.box import whole
 from reshard.core.chunks import contiguous
 from reshard.core.dtypes import UINT8
-from reshard.core.location import Location
+from reshard.core.location import Location, leads_outside
 from reshard.core.manifest import Entry, Manifest, OutputFile, Skeleton, TrainState
 from reshard.system.files import get_size
 
@@ -42,12 +42,10 @@ def find(location: Location) -> dict[str, str]:
 
     The result is empty if the directory is not Accelerate's.
     """
-    if not _is_accelerates(location):
-        return {}
     return {
         name: str(path)
-        for name, path in location.files.items()
-        if (is_accelerates_own(name) or SCHEDULER.fullmatch(name)) and is_torch_file(path)
+        for name, path, root in _list_own(location)
+        if not leads_outside(path, root) and is_torch_file(path)
     }
 
 
@@ -56,15 +54,33 @@ def find_hook_files(location: Location) -> dict[str, str]:
 
     The result is empty if the directory is not Accelerate's.
     """
-    if not _is_accelerates(location):
-        return {}
     return {
-        f"{folder}/{name}": str(path)
-        for folder, inner in location.folders.items()
-        if any(name in inner.files for name in _CONFIGS)
-        for name, path in inner.files.items()
-        if _MODEL_FILE.fullmatch(name)
+        name: str(path)
+        for name, path, root in _list_hooked(location)
+        if not leads_outside(path, root)
     }
+
+
+def list_outside(location: Location) -> list[Path]:
+    """Return the files that `find` and `find_hook_files` leave out, as links out of the source."""
+    listed = (*_list_own(location), *_list_hooked(location))
+    return [path for _, path, root in listed if leads_outside(path, root)]
+
+
+def _list_own(location: Location) -> Iterator[tuple[str, Path, Path]]:
+    """Yield name, path and checkpoint directory of the files that Accelerate reads back whole."""
+    for name, path in location.files.items() if _is_accelerates(location) else ():
+        if is_accelerates_own(name) or SCHEDULER.fullmatch(name):
+            yield name, path, path.parent
+
+
+def _list_hooked(location: Location) -> Iterator[tuple[str, Path, Path]]:
+    """Yield name, path and checkpoint directory of the files that hooks of the program saved."""
+    for folder, inner in location.folders.items() if _is_accelerates(location) else ():
+        if any(name in inner.files for name in _CONFIGS):
+            for name, path in inner.files.items():
+                if _MODEL_FILE.fullmatch(name):
+                    yield f"{folder}/{name}", path, path.parents[1]
 
 
 def _is_accelerates(location: Location) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import zipfile
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -668,6 +669,57 @@ def test_a_file_with_the_name_of_a_directory_leaves_nothing_behind(plain, tmp_pa
         reshard.merge(plain, tmp_path / "out", overwrite=True)
     assert (tmp_path / "out").read_bytes() == b"precious"
     assert names_in(tmp_path) == {"plain.safetensors", "out"}
+
+
+def link_out(link, target):
+    target.write_text("secret")
+    link.symlink_to(target)
+
+
+def test_links_out_of_the_source_are_named_and_not_copied(tmp_path, hf):
+    elsewhere, source = tmp_path / "elsewhere", tmp_path / "run" / "checkpoint-1"
+    elsewhere.mkdir()
+    source.parent.mkdir()
+    hf().rename(source)
+    for name in ("merges.txt", "optimizer.pt"):
+        (source / name).unlink()
+    save_file(weights(), elsewhere / "weights")
+    (source / "model.safetensors").symlink_to(elsewhere / "weights")  # weights are read anywhere
+    link_out(source / "tokenizer.model", elsewhere / "secret")
+    link_out(source / "merges.txt", source / "inside")
+    link_out(source / "chat_template.jinja", source.parent / "chat_template.jinja")
+    link_out(source / "vocab.txt", source.parent / "of-another-run")
+    for out, write in (
+        (tmp_path / "merged", reshard.merge),
+        (tmp_path / "split", partial(reshard.split, to="dcp", init_optimizer="none")),
+    ):
+        report = write(source, out)
+        found = {path.name for path in out.iterdir()}
+        assert {"config.json", "tokenizer.json", "merges.txt", "chat_template.jinja"} <= found
+        assert not {"tokenizer.model", "vocab.txt"} & found
+        notes = [line for line in report.warnings if "outside of the checkpoint" in line]
+        assert len(notes) == 2
+        assert any(f"it is a link to {elsewhere / 'secret'}" in note for note in notes)
+    link = source / "config.json"
+    link.rename(elsewhere / "config.json")
+    link.symlink_to(elsewhere / "config.json")
+    report = reshard.merge(source, tmp_path / "without")
+    assert not (tmp_path / "without" / "config.json").exists()
+    assert any("config.json was not copied" in line for line in report.warnings)
+
+
+def test_links_of_a_snapshot_to_its_own_blobs_are_copied(tmp_path, hf):
+    for repo in ("one", "two"):
+        (tmp_path / repo).mkdir()
+        hf().rename(tmp_path / repo / "blobs")
+    snapshot = tmp_path / "one" / "snapshots" / "abc"
+    snapshot.mkdir(parents=True)
+    save_file(weights(), tmp_path / "one" / "blobs" / "0")
+    for name, blob in (("model.safetensors", "0"), ("config.json",) * 2, ("tokenizer.json",) * 2):
+        (snapshot / name).symlink_to(f"../../blobs/{blob}")
+    link_out(snapshot / "tokenizer.model", tmp_path / "two" / "blobs" / "1")
+    reshard.merge(snapshot, tmp_path / "out")
+    assert names_in(tmp_path / "out") == {"config.json", "tokenizer.json", "model.safetensors"}
 
 
 @pytest.mark.parametrize("name", ["o.safetensors", "out"])

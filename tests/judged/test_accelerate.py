@@ -5,6 +5,9 @@ The global batch and the schedule per update are the same at every size, so the 
 
 from __future__ import annotations
 
+import shutil
+from pathlib import Path
+
 import pytest
 
 import reshard
@@ -111,6 +114,18 @@ def test_models_that_hooks_saved_are_copied(saved, tmp_path):
         assert copied.read_bytes() == (source / "llama" / name).read_bytes()
     report = reshard.split(source, tmp_path / "dcp", to="dcp")
     assert any(text.startswith("llama/ was not copied") for text in report.notes)
+
+
+def test_files_behind_links_out_of_the_checkpoint_are_not_copied(saved, tmp_path):
+    source = Path(shutil.copytree(saved[0] / "zero2/saved", tmp_path / "saved"))
+    names = ("custom_checkpoint_0.pkl", "llama/model.safetensors")
+    for number, name in enumerate(names):
+        (source / name).rename(tmp_path / str(number))
+        (source / name).symlink_to(tmp_path / str(number))
+    report = reshard.split(source, tmp_path / "three", world_size=3)
+    for name in names:
+        assert not (tmp_path / "three" / name).exists()
+        assert any(f"{Path(name).name} was not copied" in text for text in report.warnings)
 
 
 def test_the_report_states_what_was_copied_and_what_to_set(resumed):

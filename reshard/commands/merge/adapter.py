@@ -10,6 +10,7 @@ from reshard import formats
 from reshard.commands.merge.passes import Adapter, Merge
 from reshard.containers import safetensors_shards as writer
 from reshard.core import keys
+from reshard.core.location import leads_outside, note_outside
 from reshard.core.manifest import Entry, Manifest, OutputFile, Skeleton
 from reshard.errors import IncompleteError, ReshardError, UnsupportedError, UsageError
 from reshard.model import adapter_names as names
@@ -93,14 +94,18 @@ def select_adapter(merge: Merge) -> Merge:
     saved = names.choose_saved(shapes, parts, in_names, config.values)
     others = len(shapes) - len(saved)
     left = f"; {counted(others, 'other tensor')} left out" if others else ""
-    beside = companions.list_model_files(config.path.parent, {})
+    roots = [merge.options.hf_dir] if merge.options.hf_dir else near
+    root = next(each for each in roots if config.path.is_relative_to(each))
+    files = (*companions.list_model_files(config.path.parent, {}), config.path)
+    outside = [path for path in files if leads_outside(path, root)]
+    merge.notes.warnings += note_outside(outside)
     merge.notes.derived.append(
         f"adapter {name}: {counted(len(saved), 'tensor')}, with {config.path}{left}"
     )
     adapter = Adapter(
         name,
         config,
-        {path.name: read_small_file(path) for path in (*beside, config.path)},
+        {path.name: read_small_file(path) for path in files if path not in outside},
         [*_note_trained_base(manifest, saved, parts), *_note_empty_files(manifest, near)],
     )
     return replace(merge, manifest=keys.select(manifest, saved), adapter=adapter, tied="keep")

@@ -15,7 +15,7 @@ from reshard.containers import safetensors_shards as writer
 from reshard.containers.json_files import format_json
 from reshard.core import keys
 from reshard.core.box import Index
-from reshard.core.location import get_directory
+from reshard.core.location import get_directory, note_outside
 from reshard.core.manifest import Skeleton, find_main_dtype
 from reshard.errors import CorruptError, IncompleteError
 from reshard.formats.base import Conversion
@@ -355,7 +355,7 @@ def _lay_out_directory(merge: Merge) -> Merge:
     merge = replace(
         merge, has_config_of_other_model=merge.has_config_of_other_model or modules.are_whole
     )
-    if merge.companions.config is None:
+    if merge.companions.config is None or not merge.companions.may_copy_config:
         merge.notes.warnings.append(_NO_CONFIG)
     skeleton = writer.lay_out(
         merge.weights.tensors,
@@ -371,7 +371,8 @@ def build_companions(merge: Merge) -> dict[str, bytes]:
     """Return the files beside the weights by name; changes of the config are noted."""
     tensors, companions = merge.weights.tensors, merge.companions
     texts = {path.name: read_small_file(path) for path in companions.others}
-    if companions.config is None:
+    merge.notes.warnings += note_outside(companions.outside)
+    if companions.config is None or not companions.may_copy_config:
         return texts
     if is_of_diffusers(companions.config):  # it states no dtype and no vocabulary
         return texts | {"config.json": format_json(companions.config)}

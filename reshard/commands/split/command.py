@@ -131,7 +131,8 @@ def _plan(
     skeleton = layout.skeleton
     if not is_single_file(destination):
         beside, above = writer.find_companion_folders(skeleton, state, request)
-        skeleton = copy_companions(skeleton, state.manifest, beside=beside, above=above)
+        skeleton, notes = copy_companions(skeleton, state.manifest, beside=beside, above=above)
+        conversion.notes.warnings += notes
         skeleton = _add_config(conversion, state, skeleton, beside)
         skeleton = writer.place(skeleton, state, destination.name)
     check_overlaps(skeleton)
