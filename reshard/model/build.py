@@ -56,6 +56,28 @@ def refuse_missing(model: str) -> None:
         )
 
 
+def list_modules(model: str) -> tuple[list[str], frozenset[str]]:
+    """Return the names of a model's weights and buffers, and of its linear layers.
+
+    The layer that computes the output is left out, as PEFT's ``all-linear`` does (PEFT 0.21
+    ``tuners/tuners_utils.py``, _maybe_include_all_linear_layers).
+
+    Raises:
+        UsageError: as `build`.
+    """
+    from torch import nn
+
+    root: Any = build(model)
+    head = root.get_output_embeddings() if hasattr(root, "get_output_embeddings") else None
+    linear = (
+        name
+        for name, module in root.named_modules()
+        if module is not head
+        and (isinstance(module, nn.Linear) or type(module).__name__ == "Conv1D")
+    )
+    return list(root.state_dict()), frozenset(linear)
+
+
 def build_configured(config: Mapping[str, Any], source: str) -> nn.Module:
     """Build the transformers model of a config on the meta device."""
     import transformers

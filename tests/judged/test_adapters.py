@@ -261,7 +261,11 @@ WRONG = {
     "rank": ({"r": 4}, CorruptError, "r is 4, but base_model.model.model.layers.0"),
     "target": ({"target_modules": ["q_proj"]}, CorruptError, "target_modules do not name"),
     "dora": ({"use_dora": True}, CorruptError, "use_dora is True, but its tensors are missing"),
-    "unsaved": ({"modules_to_save": ["norm"]}, CorruptError, "which has no trained copy"),
+    "unsaved": (
+        {"modules_to_save": ["norm", "lm_head"]},
+        IncompleteError,
+        "modules_to_save name norm",
+    ),
     "lost": ({"modules_to_save": []}, CorruptError, "modules_to_save do not name .*lm_head"),
     "alpha": ({"lora_alpha": 0}, CorruptError, "has lora_alpha 0, which disables every adapter"),
     "no_alpha": ({"lora_alpha": None}, CorruptError, "has no 'lora_alpha', and the tensors"),

@@ -25,7 +25,13 @@ from transformers import (
 
 import reshard
 from reshard.core.keys import Edits
-from reshard.errors import CorruptError, DifferentError, UnsupportedError, UsageError
+from reshard.errors import (
+    CorruptError,
+    DifferentError,
+    IncompleteError,
+    UnsupportedError,
+    UsageError,
+)
 from tests.judged.expected import read_expected
 from tests.judged.test_quantised import fp8_model, gpt_oss
 from tests.judges import library_models as models
@@ -402,6 +408,49 @@ def test_settings_that_change_the_sum_are_refused_by_name(values, text, made, tm
     base, adapter, _ = made(models.build("llama"), PLAIN)
     edit(adapter, **values)
     with pytest.raises(UnsupportedError, match=text):
+        merged(adapter, base, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("values", "lost", "added", "error", "text"),
+    [
+        (
+            {},
+            "layers.1.self_attn.v_proj",
+            "",
+            IncompleteError,
+            "no tensors of .*1.self_attn.v_proj",
+        ),
+        ({"modules_to_save": ["lm_head"]}, "", "", IncompleteError, "no lm_head.weight"),
+        ({"layers_to_transform": [1]}, "", "", CorruptError, "layers_to_transform do not name"),
+        ({"exclude_modules": ["v_proj"]}, "", "", CorruptError, "exclude_modules do not name"),
+        ({}, "", "layers.0.mlp.up_proj", CorruptError, "target_modules do not name .*up_proj"),
+        ({"target_modules": "all-linear"}, "", "", IncompleteError, "no tensors of .*down_proj"),
+        ({"target_modules": ".*self_attn.*_proj"}, "", "", IncompleteError, "of .*k_proj"),
+        ({}, "", "norm.weight", CorruptError, "modules_to_save and bias do not name model.norm"),
+    ],
+)
+def test_an_adapter_of_other_layers_than_its_config_is_refused(
+    values, lost, added, error, text, made, tmp_path
+):
+    base, adapter, _ = made(models.build("llama"), PLAIN)
+    edit(adapter, **values)
+    file, root = adapter / "adapter_model.safetensors", "base_model.model.model."
+    tensors = {k: v for k, v in load_file(file).items() if not lost or lost not in k}
+    if added.endswith("proj"):
+        tensors |= {f"{root}{added}.lora_{side}.weight": torch.ones(3, 3) for side in "AB"}
+    elif added:
+        tensors[root + added] = torch.ones(3)
+    if added:  # of the shapes of the base
+        shapes = {k: v.shape for k, v in load_file(base / "model.safetensors").items()}
+        name = f"model.{added.removesuffix('.weight')}.weight"
+        for key in [key for key in tensors if added in key]:
+            out, *rest = shapes[name]
+            shape = {"A": (3, *rest), "B": (out, 3)}.get(key.split(".lora_")[-1][0], (out,))
+            tensors[key] = torch.ones(shape)
+    save_file(tensors, file, {"format": "pt"})
+    with pytest.raises(error, match=text):
         merged(adapter, base, tmp_path / "out")
     assert not (tmp_path / "out").exists()
 

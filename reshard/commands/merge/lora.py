@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -16,24 +17,26 @@ from reshard.commands.merge.passes import Addition, Merge
 from reshard.core.box import contiguous_cuts
 from reshard.core.location import get_directory
 from reshard.core.manifest import PARAM, Entry, Manifest
-from reshard.errors import DifferentError, UnsupportedError, UsageError
+from reshard.errors import CorruptError, DifferentError, UnsupportedError, UsageError, shown
 from reshard.formats import placeholders, registry
 from reshard.model import library
 from reshard.model.adapter_names import ADALORA, LORA, TOKENS, TRAINED_TOKENS, add_root, find_parts
+from reshard.model.build import list_modules
 from reshard.naming import published
 from reshard.naming.published import ModelConfig
 from reshard.quantised.packed import find_packed
 from reshard.system.files import SourceFiles
 from reshard.system.paths import as_path
 from reshard.tensors import weights
-from reshard.tensors.adapters import base_names, merging
+from reshard.tensors.adapters import base_names, merging, targets
 from reshard.tensors.adapters.base_names import strip_peft
+from reshard.tensors.adapters.config import OWN_CONFIG, AdapterConfig, refuse_missing
 from reshard.tensors.adapters.merging import Merged
 from reshard.tensors.adapters.product import Product
 from reshard.tensors.lazy import find_first_difference, is_zero, read_block
-from reshard.tensors.weights import Weights
+from reshard.tensors.weights import Weights, find_head_name
 from reshard.training import companion_files
-from reshard.training.companion_files import Companions
+from reshard.training.companion_files import Companions, is_embedding
 from reshard.units import some
 
 _COMPARED = 8  # weights of the run that are compared with the base
@@ -80,6 +83,7 @@ def add_adapter(merge: Merge) -> Merge:
     base = _choose_form(base, companions, merging.list_layers(entries))
     merged = merging.merge_adapter(base, entries, selected.adapter.config, is_tied=is_tied(config))
     warnings = merge.notes.warnings
+    warnings += _check_content(entries, merged, selected.adapter.config, companions)
     warnings += selected.adapter.notes
     warnings += _note_other_base(path, selected.adapter.config.values, config)
     with SourceFiles() as pool:
@@ -94,6 +98,52 @@ def add_adapter(merge: Merge) -> Merge:
         tied="keep" if is_untied else options.tied,
         addition=_describe_addition(selected.adapter.name, path, merged, chosen),
     )
+
+
+def _check_content(
+    entries: Sequence[Entry], merged: Merged, config: AdapterConfig, companions: Companions
+) -> list[str]:
+    """Compare an adapter with what PEFT creates for its configuration on this base model.
+
+    The files of the base can have other names than its live model, and layers that the model does
+    not have (for the prediction of several tokens). So what differs is compared with the model.
+
+    Returns:
+        A note if the configuration does not show which layers are adapted.
+
+    Raises:
+        IncompleteError: the adapter lacks layers or weights.
+        CorruptError: it has others.
+    """
+    content = targets.read_content(entry.fqn for entry in entries)
+    chosen = targets.Targets(config.values)
+    names = [entry.fqn for entry in merged.base.entries.values()]
+    if is_tied(companions.config or {}):
+        heads = (find_head_name(fqn) for fqn in names if is_embedding(fqn))
+        names += [head for head in heads if head and head not in names]
+    sides: list[tuple[list[str], frozenset[str] | None]] = [(names, None)]
+    missing, wrong = list[str](), list[str]()
+    for of_model, linear in sides:
+        own = {fqn.removeprefix(merged.prefix) for fqn in of_model if fqn.startswith(merged.prefix)}
+        missing = list(targets.find_missing(content, config.values, own, linear))
+        wrong = list(targets.find_unexpected(content, config.values, own, linear))
+        is_open = bool(missing or wrong) or chosen.is_all_linear
+        if is_open and linear is None and companions.config and library.is_installed():
+            with contextlib.suppress(UsageError):  # a model that transformers does not have
+                sides.append(list_modules(str(companions.directory)))
+    if wrong:
+        raise CorruptError(
+            config.path, f"does not fit these tensors: {'; '.join(wrong)}", OWN_CONFIG
+        )
+    refuse_missing(config, missing)
+    layers = {fqn.rpartition(".")[0].removeprefix(merged.prefix) for fqn in names}
+    if len(sides) > 1 or not any(
+        chosen.decide(layer) is None for layer in content.layers.keys() & layers
+    ):
+        return []
+    stated = shown(config.values.get("target_modules"))
+    note = f"{config.path} does not show which layers are adapted (target_modules is {stated})"
+    return [f"{note}: reshard cannot tell whether one is missing"]
 
 
 def _choose_form(base: Manifest, companions: Companions, layers: Sequence[str]) -> Manifest:

@@ -39,16 +39,15 @@ from reshard.model.adapter_names import (
     PROMPTS,
     SAVED_MODULE,
     TOKENS,
-    TRAINED,
     TRAINED_TOKENS,
     VERL,
     AdapterPart,
-    add_root,
     find_methods,
     is_of_loralib,
     parse_part,
     strip_root,
 )
+from reshard.tensors.adapters import targets
 from reshard.units import counted, some
 
 FILE = "adapter_config.json"
@@ -64,6 +63,7 @@ _LORA_KIND = fields(r=COUNT, lora_alpha=NUMBER, rank_pattern=maybe(mapping(TEXT,
 _ADALORA_KIND = fields(init_r=COUNT, lora_alpha=NUMBER)
 _DEEPEST = 100  # maximum components of a name
 _MOST_PROBLEMS = 3  # contradictions in one message
+OWN_CONFIG = "pass the directory of the adapter's own configuration as --hf-dir"
 SAVE_WITH_PEFT = (
     "write all weights to one file (reshard merge SOURCE all.safetensors), load it into the model"
     " with its adapters (model.load_state_dict(..., strict=False)), and call model.save_pretrained"
@@ -171,7 +171,8 @@ def check(config: AdapterConfig, parts: Sequence[AdapterPart], shapes: Mapping[s
         shapes: shapes of all weights, by fqn.
 
     Raises:
-        IncompleteError: a layer has only some of the tensors that belong together.
+        IncompleteError: a layer has only some of the tensors that belong together, or the source
+            has the base model too, and the adapter lacks layers or weights of the configuration.
         CorruptError: the configuration belongs to another adapter.
         UnsupportedError: the adapter has prompts and whole modules.
     """
@@ -183,23 +184,43 @@ def check(config: AdapterConfig, parts: Sequence[AdapterPart], shapes: Mapping[s
             " trained model",
             SAVE_WITH_PEFT,
         )
+    others = [fqn for fqn in shapes if parse_part(fqn) is None]
+    is_run = any(each.adapter for each in parts)  # in PEFT's file a saved module has its own name
+    content = targets.list_content(parts, None if is_run else others)
+    names = targets.list_base_names(others) if is_run else set[str]()
     wrong = chain(
         _find_wrong_method(config.method, parts),
         _find_wrong_ranks(config, parts, shapes),
         _find_missing_targets(config, parts),
-        _find_wrong_targets(config.values, parts),
+        targets.find_unexpected(content, config.values, names),
         _find_wrong_parts(config.values, parts),
-        _find_wrong_modules(config.values, parts, shapes),
+        _find_wrong_modules(config.values, parts),
     )
     problems = list(islice(wrong, _MOST_PROBLEMS))
     if problems:
         raise CorruptError(
             config.path,
             f"does not fit these tensors: {'; '.join(problems)}",
-            "pass the directory of the adapter's own configuration as --hf-dir",
+            OWN_CONFIG,
         )
+    refuse_missing(config, targets.find_missing(content, config.values, names))
     if {PROMPTS, SAVED_MODULE} <= {each.role for each in parts}:  # saved without the usual prefix
         raise UnsupportedError(config.path, "has prompts and modules_to_save", SAVE_WITH_PEFT)
+
+
+def refuse_missing(config: AdapterConfig, missing: Iterable[str]) -> None:
+    """Raise an error if an adapter lacks what its configuration names.
+
+    Raises:
+        IncompleteError: it lacks something.
+    """
+    problems = list(islice(missing, _MOST_PROBLEMS))
+    if problems:
+        raise IncompleteError(
+            config.path,
+            f"names more than the adapter has: there are no {'; no '.join(problems)}",
+            f"fetch the file or shard that has them; if this adapter never had them, {OWN_CONFIG}",
+        )
 
 
 def _read_ranks(parts: Iterable[AdapterPart], shapes: Mapping[str, Index]) -> dict[str, int]:
@@ -261,19 +282,6 @@ def _find_missing_targets(config: AdapterConfig, parts: Sequence[AdapterPart]) -
             yield f"{option} are {shown(targets)}, but there is no {some(sorted(roles))}"
 
 
-def _find_wrong_targets(values: Mapping[str, Any], parts: Sequence[AdapterPart]) -> Iterator[str]:
-    targets, others = values.get("target_modules"), values.get("target_parameters") or ()
-    if isinstance(targets, str) or isinstance(others, str):
-        return  # a regular expression, or all-linear
-    if any("." not in each for each in others):
-        return  # a parameter of this name in any module
-    named = {*(targets or ()), *(each.rpartition(".")[0] for each in others)}
-    adapted = (each.layer for each in parts if each.role in TRAINED and each.layer)
-    for layer in _leave_out_tied(values, adapted):
-        if named.isdisjoint(_list_endings(layer)):
-            yield f"target_modules do not name {layer}"
-
-
 def _leave_out_tied(values: Mapping[str, Any], layers: Iterable[str]) -> list[str]:
     """Return the layers that the configuration must name, each once.
 
@@ -298,22 +306,13 @@ def _find_wrong_parts(values: Mapping[str, Any], parts: Sequence[AdapterPart]) -
             yield f"{option} is {shown(values.get(option))}, but {tensors}"
 
 
-def _find_wrong_modules(
-    values: Mapping[str, Any], parts: Sequence[AdapterPart], shapes: Mapping[str, Index]
-) -> Iterator[str]:
+def _find_wrong_modules(values: Mapping[str, Any], parts: Sequence[AdapterPart]) -> Iterator[str]:
     named = set(values.get("modules_to_save") or ())
     sizes = set(map(len, named))
     layers = _leave_out_tied(values, (each.layer for each in parts if each.role == SAVED_MODULE))
     for layer in layers:
         if not any(layer[-size:] in named for size in sizes):  # PEFT compares the end of the name
             yield f"modules_to_save do not name {layer}"
-    if not any(each.adapter for each in parts):
-        return  # in PEFT's own file a saved module has its original name
-    for fqn in shapes:
-        if parse_part(fqn) is None and not named.isdisjoint(
-            _list_endings(add_root(fqn).rpartition(".")[0])
-        ):
-            yield f"modules_to_save name {fqn}, which has no trained copy"
 
 
 def _list_endings(layer: str) -> list[str]:

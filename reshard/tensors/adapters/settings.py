@@ -15,6 +15,7 @@ from typing import Any
 from reshard.errors import UnsupportedError, shown
 from reshard.model.adapter_names import ADALORA
 from reshard.tensors.adapters.config import AdapterConfig
+from reshard.tensors.adapters.targets import compile_safe
 
 # They choose what is trained, how it starts, or what is saved; the tensors show the result.
 _NEUTRAL = frozenset(
@@ -39,9 +40,6 @@ _WHY = {
 }
 # These start from a changed base: W - scale * B @ A. The base that is merged lacks the change.
 _CHANGES_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
-# Characters of a pattern that is safe to run: no group is repeated, and few characters are.
-_SAFE = re.compile(r"(?:[\w.|()^$-]|\\[.dw]|\[[\w-]+\])(?:[*+?]?)")
-_MOST_REPEATS = 4
 
 
 def check_settings(config: AdapterConfig) -> None:
@@ -103,13 +101,8 @@ def _find_alpha(config: AdapterConfig, key: str) -> Any:
 
 
 def _compile(config: AdapterConfig, pattern: str) -> re.Pattern[str]:
-    repeats = sum(pattern.count(mark) for mark in "*+?")
-    safe = "".join(match[0] for match in _SAFE.finditer(pattern)) == pattern
-    if safe and repeats <= _MOST_REPEATS and not re.search(r"\)[*+?]", pattern):
-        try:
-            return re.compile(rf"(.*\.)?({pattern})$")
-        except re.error:
-            pass
+    if compile_safe(pattern):
+        return re.compile(rf"(.*\.)?({pattern})$")
     raise UnsupportedError(
         config.path,
         f"has alpha_pattern {pattern!r}, a regular expression that reshard does not run",
