@@ -9,7 +9,7 @@ from itertools import permutations
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import LlamaForCausalLM
+from transformers import LlamaConfig, LlamaForCausalLM
 
 import reshard
 from reshard.errors import CorruptError, DifferentError, IncompleteError, UsageError
@@ -308,3 +308,35 @@ def test_the_command(sequences_made, tmp_path):
     page = tmp_path / "page.html"
     run_reshard("average", run, tmp_path / "b", "--last", "2", "--html", page)
     assert "global_step4" in page.read_text()
+
+
+@pytest.mark.parametrize(
+    ("values", "text"),
+    [
+        ({"use_cache": False, "transformers_version": "4.1", "_name_or_path": "x"}, ""),
+        ({"torch_dtype": "float16", "eos_token_id": 5}, ""),
+        ({"num_attention_heads": 2}, "num_attention_heads is 4 and 2"),
+        ({"rope_theta": 5000.0, "rope_parameters": None}, "rope_theta is 10000.0 and 5000.0"),
+        ({"rope_scaling": {"rope_type": "linear", "factor": 2.0}}, "rope_type is default and li"),
+        ({"rms_norm_eps": 0.1}, "rms_norm_eps is 1e-06 and 0.1"),
+    ],
+)
+def test_configs_that_contradict_each_other_are_refused(values, text, tmp_path):
+    config = LlamaConfig(
+        hidden_size=16,
+        intermediate_size=16,
+        num_hidden_layers=1,
+        num_attention_heads=4,
+        num_key_value_heads=4,
+        vocab_size=16,
+    )
+    for name in "ab":
+        LlamaForCausalLM(config).save_pretrained(tmp_path / name)
+    path = tmp_path / "b" / "config.json"
+    content = {**json.loads(path.read_text()), **values}
+    path.write_text(json.dumps({k: v for k, v in content.items() if v is not None}))
+    if not text:
+        reshard.average([tmp_path / "a", tmp_path / "b"], tmp_path / "out")
+        return
+    with pytest.raises(DifferentError, match=text):
+        reshard.average([tmp_path / "a", tmp_path / "b"], tmp_path / "out")

@@ -8,7 +8,7 @@ read, and the rest is a merge, or with ``--to`` a split of a model that has thes
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from fractions import Fraction
 from itertools import pairwise
@@ -33,11 +33,15 @@ from reshard.core.manifest import WEIGHT_KINDS, Manifest
 from reshard.engine.planning.planner import Plan
 from reshard.errors import DifferentError, IncompleteError, UsageError
 from reshard.formats import run, unclear
+from reshard.layouts.model_parallel import config_keys
+from reshard.model import library
+from reshard.naming.config import read_config
 from reshard.system.files import SourceFiles
 from reshard.tensors.averages import matching
 from reshard.tensors.averages.coefficients import SourceStep, compute_ema, find_order, parse_weights
 from reshard.tensors.averages.mean import count_worker_nbytes
 from reshard.tensors.weights import Weights
+from reshard.training.companion_files import Companions
 from reshard.units import counted, some
 
 _FEWEST = 2  # checkpoints that have an average
@@ -330,10 +334,46 @@ def _choose_weights(
         for member in members
     ]
     known = [each.companions for each in opened if each.companions.config is not None]
+    _check_configs(known)
     for merge in opened:
         lacks_config = merge.companions.config is None
         completed = replace(merge, companions=known[-1]) if known and lacks_config else merge
         yield merging.run_passes(merging.CHOOSING, completed)
+
+
+def _check_configs(known: Sequence[Companions]) -> None:
+    """Refuse checkpoints whose configs describe different models.
+
+    Equal shapes are not enough: the number of heads or the base of rotary positions changes what
+    the same weights compute.
+
+    Raises:
+        DifferentError: two configs contradict each other.
+    """
+    for first, other in pairwise(known):
+        if first.config == other.config or first.directory is None or other.directory is None:
+            continue
+        files = first.directory / "config.json", other.directory / "config.json"
+        # With the defaults of the model's class, a key that only one of them states is compared.
+        difference = config_keys.find_first_difference(*map(_complete_config, (first, other)))
+        if difference:
+            raise DifferentError(
+                files[1],
+                f"describes another model than {files[0]}: {difference}",
+                "average checkpoints of one model; if the difference does not matter, choose the"
+                " config of the output with --hf-dir DIR",
+            )
+
+
+def _complete_config(companions: Companions) -> Mapping[str, Any]:
+    """Return a config with the defaults of its class, if transformers knows it."""
+    stated: Mapping[str, Any] = companions.config or {}
+    if companions.directory is None or not library.is_installed() or "model_type" not in stated:
+        return stated
+    try:
+        return read_config(companions.directory / "config.json")
+    except UsageError:  # a model of its own code
+        return stated
 
 
 def _count_weights(last: Weights, every: Sequence[Weights], averaged: matching.Averaged) -> Weights:

@@ -23,6 +23,7 @@ NEUTRAL = mapping(  # the structure of a section with neutral values
     item=either(sequence(), record(each=sequence()), a(f"the word {ANY}", lambda v: v == ANY))
 )
 _EXPERTS = "moe_"
+_OF_CLASSIFIERS = {"id2label", "label2id", "num_labels", "problem_type"}  # no Megatron model is one
 _SHOWN = 60  # letters of a value in a message
 
 
@@ -108,6 +109,30 @@ def find_changing_keys(
             continue
         if defaults.get(key, missing) != value and not _is_neutral(value, allowed.get(key, [])):
             yield f"{key} is {value!r}"
+
+
+def find_first_difference(one: Mapping[str, Any], other: Mapping[str, Any]) -> str:
+    """Return the first key by which two configs may describe different models; empty if none does.
+
+    Keys that one of them lacks are not compared: versions of transformers write different ones.
+
+    >>> find_first_difference({"a": {"b": 1}, "use_cache": True}, {"a": {"b": 2}, "c": 3})
+    'a.b is 1 and 2'
+    """
+    irrelevant = load_settings().irrelevant - _OF_CLASSIFIERS
+    for key in sorted(one.keys() & other.keys()):
+        before, after = one[key], other[key]
+        if key in irrelevant or key.startswith("_") or before == after:
+            continue
+        if key == "architectures" and None in (before, after):
+            continue  # a config that was saved without its model
+        if not isinstance(before, Mapping) or not isinstance(after, Mapping):
+            return f"{key} is {shorten(before, _SHOWN)} and {shorten(after, _SHOWN)}"
+        if inner := find_first_difference(before, after):
+            return f"{key}.{inner}"
+        if before.keys() != after.keys() and not (before.keys() & after.keys()):
+            return f"{key} is {shorten(dict(before), _SHOWN)} and {shorten(dict(after), _SHOWN)}"
+    return ""
 
 
 def _is_neutral(value: Any, allowed: Any) -> bool:
