@@ -110,7 +110,7 @@ def rebalance_batch(
     if run is not None:
         if problem := _find_problem_of_our_trainer(run, world_size):
             return Rebalanced(manifest, [], [problem])
-        has_batch = _find_config_batch(manifest.train.config, before) is not None
+        has_batch = find_config_batch(manifest.train.config, before) is not None
         is_changed = before != world_size and has_batch
         return _rebalance_our_trainer(manifest, run, world_size) if is_changed else same
     stated = _find_batch(manifest, before)
@@ -148,7 +148,7 @@ def _is_hf_trainers(manifest: Manifest) -> bool:
 
 def _find_batch(manifest: Manifest, ranks: int) -> _Stated | None:
     """Return the batch of a run, from HF Trainer's files or DeepSpeed's configuration."""
-    stated = _find_config_batch(manifest.train.config, ranks)
+    stated = find_config_batch(manifest.train.config, ranks)
     if not _is_hf_trainers(manifest):
         return None if stated is None else _Stated(*stated, {}, [])
     arguments, warnings = _read_arguments(manifest)
@@ -169,16 +169,16 @@ def _find_batch(manifest: Manifest, ranks: int) -> _Stated | None:
     return _Stated(Batch(micro, steps, ranks), sharing, arguments, warnings)
 
 
-def _find_config_batch(config: Any, ranks: int) -> tuple[Batch, int] | None:
+def find_config_batch(config: Any, ranks: int) -> tuple[Batch, int] | None:
     """Return the batch in DeepSpeed's configuration, and how many ranks share each sequence.
 
     What is not stated is derived as DeepSpeed derives it (0.19.8 ``runtime/config.py``,
     ``_set_batch_related_parameters``). Sequence-parallel ranks (Ulysses) share their sequences.
     ZeRO partitions the optimizer over them too, but the global batch does not count them.
 
-    >>> _find_config_batch({_TOTAL: 8, _MICRO: 2, STEPS: 2}, 4)
+    >>> find_config_batch({_TOTAL: 8, _MICRO: 2, STEPS: 2}, 4)
     (Batch(micro=2, steps=2, ranks=2), 2)
-    >>> _find_config_batch({_TOTAL: 24, _MICRO: 2}, 4)
+    >>> find_config_batch({_TOTAL: 24, _MICRO: 2}, 4)
     (Batch(micro=2, steps=3, ranks=4), 1)
     """
     if not isinstance(config, dict):
@@ -487,7 +487,7 @@ def _record_own(manifest: Manifest, own: Any) -> Manifest:
 def _with_config(manifest: Manifest, batch: Batch) -> Manifest:
     """Return the run with another batch in DeepSpeed's configuration, if it states one."""
     config = manifest.train.config
-    if _find_config_batch(config, batch.ranks) is None:
+    if find_config_batch(config, batch.ranks) is None:
         return manifest
     changed = {**config, _MICRO: batch.micro, STEPS: batch.steps, _TOTAL: batch.total}
     if _DATA_PARALLEL in config:

@@ -32,13 +32,12 @@ from reshard.state_dict import torch_state_dict
 from reshard.state_dict.own_values import find_scheduler
 from reshard.state_dict.slots import lay_out_optimizer
 from reshard.training import rng, schedules, trainer_run
-from reshard.training.batch import BATCH, BATCH_BEFORE
+from reshard.training.batch import BATCH, BATCH_BEFORE, find_config_batch
 from reshard.training.state import WritableState
 
 _SHARD_BYTES = 5 * 10**9  # of model.safetensors, the default of merge
 _EVERY = 500  # steps: the default of TrainingArguments for logging, evaluation and saving
 _CHECKPOINT = re.compile(r"checkpoint-\d+")  # ``PREFIX_CHECKPOINT_DIR`` of trainer_utils.py
-_MICRO = "train_micro_batch_size_per_gpu"
 
 
 def name_directory(state: WritableState) -> str:
@@ -144,7 +143,7 @@ def _build_trainer_state(state: WritableState, request: Request) -> dict[str, An
 def _find_arguments(state: WritableState, request: Request) -> dict[str, int]:
     """Return the arguments in ``trainer_state.json``: those of the live Trainer, else defaults."""
     return {
-        BATCH: _find_micro_batch(state),
+        BATCH: _find_micro_batch(state, request),
         "logging_steps": _EVERY,
         "eval_steps": _EVERY,
         "save_steps": _EVERY,
@@ -158,13 +157,12 @@ def _needs_trainer_state(state: WritableState) -> bool:
     return account is None or trainer_run.is_document(account)
 
 
-def _find_micro_batch(state: WritableState) -> int:
+def _find_micro_batch(state: WritableState, request: Request) -> int:
     run = trainer_run.read(state.manifest.train.trainer_state, state.manifest.origin.path)
     if run is not None:
         return int(run.settings["micro_batch"])
-    config = state.manifest.train.config
-    micro = config.get(_MICRO) if isinstance(config, dict) else None
-    return micro if type(micro) is int else 1
+    stated = find_config_batch(state.manifest.train.config, request.data_parallel)
+    return 1 if stated is None else stated[0].micro
 
 
 def describe_derived(state: WritableState, request: Request) -> Iterator[str]:
@@ -207,5 +205,6 @@ def describe_derived(state: WritableState, request: Request) -> Iterator[str]:
         arguments = (f"{name} {value}" for name, value in _find_arguments(state, request).items())
         yield (
             f"trainer_state.json is created: step {state.step}, {', '.join(arguments)}; the Trainer"
-            " takes the intervals from it, not from its arguments"
+            " takes the intervals from it, not from its arguments (before transformers 5.2, also"
+            " the batch)"
         )
