@@ -112,8 +112,6 @@ def find_lost_state(manifest: Manifest) -> Iterator[str]:
     updates has some state, what counts its updates has the slots that they made, an Adam has both
     moments, and ZeRO, which updates flat tensors, has those of every parameter.
     """
-    if manifest.unnamed or manifest.unnamed_optimizers:
-        return  # the reader left an optimizer out, and reports why
     slots = _collect_slots(manifest)
     for group in manifest.train.param_groups:
         yield from _find_missing_slots(manifest, group, slots)
@@ -121,12 +119,14 @@ def find_lost_state(manifest: Manifest) -> Iterator[str]:
     fqns = [fqn for group in keeping for fqn in group.fqns]
     idle = [fqn for fqn in fqns if not slots.get(fqn) and _has_elements(manifest, fqn)]
     counted = [fqn for fqn in idle if manifest.train.optimizer_step.get(fqn)]
+    # What the reader left out, and reports, may have the state of all of these.
+    is_left_out = bool(manifest.unnamed or manifest.unnamed_optimizers)
     updates = _count_updates(manifest)
-    if counted:
+    if counted and not is_left_out:
         yield f"no state of {some(counted)}, but its number of updates"
     elif not updates or not (idle or keeping):
         return
-    elif not any(slots.values()):
+    elif not any(slots.values()) and not is_left_out:
         yield f"no state of any parameter after {updates:g} updates"
     elif idle and manifest.origin.zero_stage in _FLAT_STAGES:
         yield f"no state of {some(idle)}, but of other parameters, which ZeRO updates with them"
