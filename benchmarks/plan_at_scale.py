@@ -2,10 +2,13 @@
 
     python benchmarks/plan_at_scale.py zero3 256 1024 4096
     python benchmarks/plan_at_scale.py moe 256 1024 4096 16384
+    python benchmarks/plan_at_scale.py fsdp2 64 256 --simulated
+    python benchmarks/plan_at_scale.py dcp 64 256 --simulated
 
 ``zero3`` is Llama 3.1 405B in DeepSpeed's ZeRO 3 with Adam's moments, split to a quarter of the
 ranks. ``moe`` is a mixture of experts of a trillion parameters in Megatron's torch format with the
 distributed optimizer, split to another grid of tensor, pipeline and expert parallel ranks.
+``fsdp2`` and ``dcp`` split 45,000 tensors of ZeRO 3 to rank files of FSDP 2 and to DCP.
 
 The source's files have real headers but no tensor data. They are sparse files in ``--headers``,
 which must be on a file system with sparse files (tmpfs is one), and the real readers read them. The
@@ -68,11 +71,13 @@ class Case:
     Args:
         whole: its state as one file would have it.
         request: for a number of ranks, of the source or of the target.
+        source: the layout of the source; empty: the target's.
     """
 
     target: str
     whole: Callable[[], Manifest]
     request: Callable[[int, bool], Request]
+    source: str = ""
 
 
 def state(
@@ -137,6 +142,15 @@ def largest() -> Shapes:
 def zero3(ranks: int, is_source: bool) -> Request:
     world = ranks if is_source else max(ranks // 4, 1)
     return Request(world_size=world, zero_stage=3, separate_masters=True)
+
+
+def deepest() -> Shapes:
+    """Return the shapes of 15,000 parameters, which are 45,000 tensors with Adam's moments."""
+    return llama(hidden=4096, ffn=14336, layers=1666)
+
+
+def sharded(ranks: int, is_source: bool) -> Request:
+    return zero3(8, True) if is_source else Request(world_size=ranks, device="cuda")
 
 
 # A mixture of experts: 64 layers of 256 experts, 1.03 trillion parameters
@@ -216,6 +230,8 @@ def moe(ranks: int, is_source: bool) -> Request:
 CASES = {
     "zero3": Case("deepspeed", partial(zero3_state, llama), zero3),
     "zero3-10T": Case("deepspeed", partial(zero3_state, largest), zero3),
+    "fsdp2": Case("fsdp2", partial(zero3_state, deepest), sharded, "deepspeed"),
+    "dcp": Case("dcp", partial(zero3_state, deepest), sharded, "deepspeed"),
     "moe": Case("megatron", moe_state, moe),
 }
 
@@ -233,7 +249,8 @@ def write_headers(skeleton: Skeleton, directory: Path) -> None:
 
 
 def make(case: Case, ranks: int, directory: Path) -> None:
-    writer, request = registry.find_writer(case.target), case.request(ranks, True)
+    writer = registry.find_writer(case.source or case.target)
+    request = case.request(ranks, True)
     laid = writer.lay_out(build_writable_state(case.whole()), request)
     write_headers(laid.skeleton, directory)
 
@@ -241,7 +258,7 @@ def make(case: Case, ranks: int, directory: Path) -> None:
 def simulate(case: Case, ranks: int) -> Manifest:
     """Return the manifest that the headers would give, without files."""
     whole_state, request = case.whole(), case.request(ranks, True)
-    writer = registry.find_writer(case.target)
+    writer = registry.find_writer(case.source or case.target)
     laid = writer.lay_out(build_writable_state(whole_state), request).skeleton
     files = {file.name: SourceFile(file.name, file.nbytes) for file in laid.files}
     return replace(whole_state, entries=index_entries(laid.entries), files=files)

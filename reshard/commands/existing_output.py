@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from bisect import bisect_left, bisect_right
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from reshard.core.manifest import OutputFile, SourceFile
@@ -38,25 +38,23 @@ def is_written(
     is_stamped = bool(stamp) and any(
         stamp in data for file in skeleton.files for _, data in file.literals
     )
-    checksums: dict[str, list[int]] = defaultdict(list)
-    for stored in skeleton.checksums:
-        checksums[stored.file] += stored.locations
     try:
         with SourceFiles(sources) as pool:
             planned = OnDemandFiles(
                 plan, sources, pool, on_overflow=on_overflow, has_checksums=False
             )
             return all(
-                _has_content(directory / file.name, file, checksums[file.name])
-                and (is_stamped or _has_bytes(directory, file.name, planned, checksums[file.name]))
+                _has_content(directory / file.name, file)
+                and (is_stamped or _has_bytes(directory, file, planned))
                 for file in skeleton.files
             )
     except OSError:
         return False
 
 
-def _has_content(path: Path, planned: OutputFile, checksums: Iterable[int]) -> bool:
+def _has_content(path: Path, planned: OutputFile) -> bool:
     """Return whether a file has the planned size and known bytes, except stored checksums."""
+    checksums = _list_locations(planned)
     with path.open("rb") as file:
         if path.stat().st_size != planned.nbytes:
             return False
@@ -67,22 +65,26 @@ def _has_content(path: Path, planned: OutputFile, checksums: Iterable[int]) -> b
     return True
 
 
-def _has_bytes(
-    directory: Path, name: str, planned: OnDemandFiles, checksums: Iterable[int]
-) -> bool:
+def _has_bytes(directory: Path, output: OutputFile, planned: OnDemandFiles) -> bool:
     """Return whether all bytes of a file are the planned ones, except stored checksums."""
-    with (directory / name).open("rb") as file:
-        for offset in range(0, planned.nbytes(name), _COMPARED_BYTES):
-            expected = planned.read(name, offset, _COMPARED_BYTES)
+    checksums = _list_locations(output)
+    with (directory / output.name).open("rb") as file:
+        for offset in range(0, output.nbytes, _COMPARED_BYTES):
+            expected = planned.read(output.name, offset, _COMPARED_BYTES)
             if not _is_same(file.read(_COMPARED_BYTES), expected, offset, checksums):
                 return False
     return True
 
 
-def _is_same(found: bytes, expected: bytes, start: int, checksums: Iterable[int]) -> bool:
+def _list_locations(file: OutputFile) -> list[int]:
+    return sorted(location for stored in file.checksums for location in stored.locations)
+
+
+def _is_same(found: bytes, expected: bytes, start: int, checksums: Sequence[int]) -> bool:
     """Compare a range of a file, which begins at byte ``start``, without its checksums."""
     blank = bytearray(found)
-    for location in checksums:
+    first, last = bisect_right(checksums, start - 4), bisect_left(checksums, start + len(expected))
+    for location in checksums[first:last]:
         for at in range(max(location, start), min(location + 4, start + len(expected))):
             blank[at - start] = expected[at - start]
     return blank == expected

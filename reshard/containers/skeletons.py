@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
 from reshard.core.chunks import Chunk
-from reshard.core.manifest import Entry, Key, OutputFile, Skeleton, StoredChecksum
+from reshard.core.manifest import Entry, Key, OutputFile, Skeleton
 from reshard.layouts.runs import EqualRuns, RankOffsets
 
 
@@ -30,14 +30,12 @@ class LaidOut(NamedTuple):
 def join(parts: Iterable[Skeleton]) -> Skeleton:
     """Join the skeletons of several files; an entry has the chunks of all, in their order."""
     files: list[OutputFile] = []
-    checksums: list[StoredChecksum] = []
     entries: dict[Key, list[Entry]] = {}
     for part in parts:
         files += part.files
-        checksums += part.checksums
         for entry in part.entries:
             entries.setdefault(entry.key, []).append(entry)
-    return Skeleton(tuple(files), tuple(map(_merge_entries, entries.values())), tuple(checksums))
+    return Skeleton(tuple(files), tuple(map(_merge_entries, entries.values())))
 
 
 def _merge_entries(entries: Sequence[Entry]) -> Entry:
@@ -69,9 +67,11 @@ def _rename_files(part: Skeleton, rename: Callable[[str], str]) -> Skeleton:
         return tuple(replace(chunk, file=rename(chunk.file)) for chunk in entry.chunks)
 
     return Skeleton(
-        tuple(replace(file, name=rename(file.name)) for file in part.files),
+        tuple(
+            replace(file, name=rename(file.name), like=file.like and rename(file.like))
+            for file in part.files
+        ),
         tuple(replace(entry, chunks=rename_chunks(entry)) for entry in part.entries),
-        tuple(replace(stored, file=rename(stored.file)) for stored in part.checksums),
     )
 
 
@@ -88,8 +88,8 @@ def lay_out_ranks(
     """
     every = [first, *others]
     names = tuple(part.files[0].name for part in every)
-    starts = [stored.byte_offset for stored in first.checksums]
-    begins = ([stored.byte_offset for stored in part.checksums] for part in every)
+    starts = [stored.byte_offset for stored in first.files[0].checksums]
+    begins = ([stored.byte_offset for stored in part.files[0].checksums] for part in every)
     offsets_by_storage = [RankOffsets(names, offsets) for offsets in zip(*begins, strict=True)]
 
     def lay_out_entry(entry: Entry) -> Entry:
@@ -116,22 +116,9 @@ def lay_out_ranks(
     return Skeleton(
         tuple(part.files[0] for part in every),
         tuple(map(lay_out_entry, first.entries)),
-        tuple(stored for part in every for stored in part.checksums),
     )
 
 
 def lay_out_bytes(name: str, data: bytes) -> Skeleton:
     """Lay out a file whose content is known."""
     return Skeleton((OutputFile.from_bytes(name, data),), ())
-
-
-def shift_literals(file: OutputFile, by: int) -> Iterator[tuple[int, bytes]]:
-    """Yield the literals of a file that begins ``by`` bytes into another."""
-    return ((offset + by, data) for offset, data in file.literals)
-
-
-def shift_checksums(part: Skeleton, name: str, by: int) -> Iterator[StoredChecksum]:
-    """Yield the checksums of a file that begins ``by`` bytes into the file ``name``."""
-    for stored in part.checksums:
-        locations = tuple(at + by for at in stored.locations)
-        yield StoredChecksum(name, stored.byte_offset + by, stored.nbytes, locations)

@@ -16,10 +16,12 @@ from __future__ import annotations
 import hashlib
 import re
 import struct
+from array import array
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import chain, repeat
 from typing import Any
 
 from reshard.containers.pickles.pickler import Pickler
@@ -28,10 +30,12 @@ from reshard.containers.zip_writer import ALIGNMENT, ZipLayout
 from reshard.core.box import Box, Index, row_major, whole
 from reshard.core.chunks import contiguous
 from reshard.core.dtypes import FLOAT32, DType
-from reshard.core.manifest import Entry, Key, Skeleton
+from reshard.core.manifest import Entry, Key, OutputFile, Skeleton, StoredChecksum
 from reshard.core.stamps import KEY, Stamp
 from reshard.errors import UnsupportedError
+from reshard.system.checksum import crc32
 
+_DIGITS = 40  # of the id of an archive
 _STREAM = "archive"  # root of the archive where torch saves into a stream
 _TYPED = "torch._tensor._rebuild_from_type_v2"
 _WRAPPER = "torch._utils._rebuild_wrapper_subclass"
@@ -160,22 +164,36 @@ def lay_out_object(
 
 
 class Template:
-    """A root that the files of several ranks share, pickled once; each file has its own stamp.
+    """A root that the files of several ranks share, pickled once.
+
+    Each file has its own stamp, and its own state of the objects that vary.
 
     Args:
         where, root, slot_of: as in `lay_out_object`.
+        varying: objects in the root whose state the caller changes before it lays out a file.
 
     Raises:
         UnsupportedError: ``root`` has a value that cannot be written.
     """
 
     def __init__(
-        self, where: str, root: Any, *, slot_of: Callable[[Any], Slot | None] | None = None
+        self,
+        where: str,
+        root: Any,
+        *,
+        slot_of: Callable[[Any], Slot | None] | None = None,
+        varying: Iterable[Call] = (),
     ) -> None:
-        self._pickler = _TensorPickler(where, slot_of or (lambda _value: None))
+        self._pickler = _TensorPickler(where, slot_of or (lambda _value: None), varying)
         self._pickler.write(root)
         self._root = root
-        self._shared = self._whole = b""
+        self._shared: dict[int, list[bytes]] = {}
+        self._layouts: dict[tuple[int, int], _Layout] = {}
+
+    @property
+    def storages(self) -> list[Storage]:
+        """The storages, in file order."""
+        return [storage for storage, _ in self._pickler.storages]
 
     def lay_out(
         self,
@@ -191,41 +209,165 @@ class Template:
             archive_of: the file that the archive is named after; None: this one.
             hollow: whether to leave out the entries, which the caller has from another rank's file.
         """
-        shared, pickle = self._finish_pickle(stamp)
-        archive = ZipLayout(name)
-        root = get_archive_root(name if archive_of is None else archive_of)
-        archive.add(f"{root}/data.pkl", pickle, shared)
-        # The members have the order in which torch writes them (`_save`).
-        head = [(".format_version", b"1")]
-        head += [(".storage_alignment", b"%d" % ALIGNMENT), ("byteorder", b"little")]
-        for member, data in head:
-            archive.add(f"{root}/{member}", data)
+        file, starts = self.lay_out_file(name, stamp, archive_of=archive_of)
         entries: dict[Key, Entry] = {}
-        identity = hashlib.sha256(shared)
-        identity.update(pickle)
-        for storage, key in self._pickler.storages:
-            identity.update(b"%d:" % storage.nbytes)
-            _store_storage(archive, f"{root}/data/{key}", storage, None if hollow else entries)
-            identity.update(storage.data or b"")
-        # torch writes these two when it closes the archive (``writeEndOfFile``).
-        archive.add(f"{root}/version", b"3\n")
-        archive.add(f"{root}/.data/serialization_id", _format_digits(identity.digest()))
-        file, checksums = archive.finish()
-        return Skeleton((file,), tuple(entries.values()), checksums)
+        for storage, start in zip(self.storages, starts, strict=True) if not hollow else ():
+            for part in storage.parts:
+                at = start + part.offset * storage.dtype.itemsize
+                chunk = contiguous(name, at, storage.dtype, part.box)
+                key = part.kind, part.fqn
+                before = entries[key].chunks if key in entries else ()
+                chunks = (*before, chunk)
+                entries[key] = Entry(part.fqn, part.kind, storage.dtype, part.shape, chunks)
+        return Skeleton((file,), tuple(entries.values()))
 
-    def _finish_pickle(self, stamp: Stamp | None) -> tuple[bytes, bytes]:
-        """Return the pickle; the stamp is last: a key of the root, or an attribute of a state dict.
+    def lay_out_file(
+        self, name: str, stamp: Stamp | None = None, *, archive_of: str | None = None
+    ) -> tuple[OutputFile, Sequence[int]]:
+        """Lay out the file ``name`` like `lay_out`; return it, and where each storage begins."""
+        pickle = self._finish_pickle(stamp)
+        root = get_archive_root(name if archive_of is None else archive_of).encode()
+        key = len(root), sum(map(len, pickle))
+        if key not in self._layouts:
+            self._layouts[key] = _lay_out_archive(root, key[1], self._pickler.storages)
+        layout = self._layouts[key]
+        literals = _Literals(layout, root, pickle)
+        return OutputFile(name, layout.nbytes, literals, layout.checksums), layout.starts
 
-        The first part is one object for all files, of which there may be thousands.
+    def _finish_pickle(self, stamp: Stamp | None) -> tuple[bytes, ...]:
+        """Return the parts of the pickle, of which all files share those that do not vary.
+
+        The stamp is last: a key of the root, or an attribute of a state dict.
         """
-        if stamp is None or not isinstance(self._root, dict):
-            self._whole = self._whole or self._pickler.finish()
-            return self._whole, b""
-        is_module = isinstance(self._root, OrderedDict)
-        size, rest = self._pickler.finish_with({KEY: stamp.as_dict()}, as_state=is_module)
-        # The pickles of all files begin with the bytes of the root, and share one copy of them.
-        self._shared = self._shared or bytes(self._pickler.out[:size])
-        return self._shared, rest
+        pickler = self._pickler
+        size, rest = len(pickler.out), b"."
+        if stamp is not None and isinstance(self._root, dict):
+            is_module = isinstance(self._root, OrderedDict)
+            size, rest = pickler.finish_with({KEY: stamp.as_dict()}, as_state=is_module)
+        if size not in self._shared:
+            starts = [0, *(part.stop for part in pickler.parts)]
+            stops = [*(part.start for part in pickler.parts), size]
+            self._shared[size] = [
+                bytes(pickler.out[start:stop]) for start, stop in zip(starts, stops, strict=True)
+            ]
+        first, *others = self._shared[size]
+        own = map(pickler.write_again, pickler.parts)
+        return (first, *chain.from_iterable(zip(own, others, strict=True)), rest)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Layout:
+    """The layout of all archives with a root and a pickle of some length.
+
+    Args:
+        root: that of the archive from which the others follow.
+        names: offsets at which names of members begin, each with the root.
+        literals: the known bytes without the content of the two `opened` members.
+        opened: the pickle, and the id of the archive.
+        checksums: those of the storages.
+        starts: where each storage begins.
+        identity: what the id digests of the storages.
+    """
+
+    nbytes: int
+    root: bytes
+    names: Sequence[int]
+    literals: Sequence[tuple[int, bytes]]
+    opened: tuple[StoredChecksum, StoredChecksum]
+    checksums: Sequence[StoredChecksum]
+    starts: Sequence[int]
+    identity: bytes
+
+
+def _lay_out_archive(
+    root: bytes, pickle_nbytes: int, storages: Sequence[tuple[Storage, str]]
+) -> _Layout:
+    """Lay out an archive; its members have the order in which torch writes them (`_save`)."""
+    at = root.decode()
+    archive = ZipLayout("")
+    archive.reserve(f"{at}/data.pkl", pickle_nbytes)
+    head = [(".format_version", b"1")]
+    head += [(".storage_alignment", b"%d" % ALIGNMENT), ("byteorder", b"little")]
+    for member, data in head:
+        archive.add(f"{at}/{member}", data)
+    starts = array("Q")
+    for storage, key in storages:
+        member = f"{at}/data/{key}"
+        if storage.data is None:
+            starts.append(archive.reserve(member, storage.nbytes))
+        else:
+            starts.append(archive.add(member, storage.data))
+    # torch writes these two when it closes the archive (``writeEndOfFile``).
+    archive.add(f"{at}/version", b"3\n")
+    archive.reserve(f"{at}/.data/serialization_id", _DIGITS)
+    file = archive.finish()
+    first, *checksums, last = file.checksums
+    sizes = (b"%d:%b" % (storage.nbytes, storage.data or b"") for storage, _ in storages)
+    return _Layout(
+        nbytes=file.nbytes,
+        root=root,
+        names=archive.names + archive.listed_names,
+        literals=tuple(file.literals),
+        opened=(first, last),
+        checksums=tuple(checksums),
+        starts=starts,
+        identity=b"".join(sizes),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _Literals:
+    """The literals of one archive, which follow from those of another one with its layout.
+
+    Args:
+        pickle: the parts of the pickle.
+    """
+
+    layout: _Layout
+    root: bytes
+    pickle: tuple[bytes, ...]
+
+    def __iter__(self) -> Iterator[tuple[int, bytes]]:
+        identity = hashlib.sha256()
+        for part in (*self.pickle, self.layout.identity):
+            identity.update(part)
+        opened, content = self.layout.opened, (self.pickle, (_format_digits(identity.digest()),))
+        crcs, waiting = [], []
+        for record, parts in zip(opened, content, strict=True):
+            crc, at = 0, record.byte_offset
+            for part in filter(None, parts):
+                crc = crc32(part, crc)
+                waiting.append((at, part))
+                at += len(part)
+            crcs += [(location, crc.to_bytes(4, "little")) for location in record.locations]
+        patched = _patch(self.layout.literals, sorted([*self._list_names(), *crcs]))
+        for literal in patched:
+            while waiting and waiting[0] < literal:
+                yield waiting.pop(0)
+            yield literal
+
+    def _list_names(self) -> Iterable[tuple[int, bytes]]:
+        """Return the changes of the root in the members' names."""
+        return zip(self.layout.names, repeat(self.root)) if self.root != self.layout.root else ()
+
+
+def _patch(
+    literals: Iterable[tuple[int, bytes]], changes: Iterable[tuple[int, bytes]]
+) -> Iterator[tuple[int, bytes]]:
+    """Yield literals after changes of bytes in them; both are sorted by offset."""
+    more = iter(changes)
+    change = next(more, None)
+    for start, data in literals:
+        stop = start + len(data)
+        if change is None or change[0] >= stop:
+            yield start, data
+            continue
+        patched = bytearray(data)
+        while change is not None and change[0] < stop:
+            at = change[0] - start
+            patched[at : at + len(change[1])] = change[1]
+            change = next(more, None)
+        yield start, bytes(patched)
 
 
 def get_archive_root(name: str) -> str:
@@ -242,24 +384,6 @@ def get_archive_root(name: str) -> str:
     return stem if stem and stem.isascii() else _STREAM
 
 
-def _store_storage(
-    archive: ZipLayout, member: str, storage: Storage, entries: dict[Key, Entry] | None
-) -> None:
-    """Add a storage's member; its parts become chunks of their entries, if those are requested."""
-    if storage.data is not None:
-        archive.add(member, storage.data)
-        return
-    start = archive.reserve(member, storage.nbytes)
-    if entries is None:
-        return
-    for part in storage.parts:
-        at = start + part.offset * storage.dtype.itemsize
-        chunk = contiguous(archive.name, at, storage.dtype, part.box)
-        key = part.kind, part.fqn
-        before = entries[key].chunks if key in entries else ()
-        entries[key] = Entry(part.fqn, part.kind, storage.dtype, part.shape, (*before, chunk))
-
-
 def _format_digits(digest: bytes) -> bytes:
     """Format two 64-bit numbers with 20 digits each."""
     numbers = (int.from_bytes(digest[at : at + 8], "little") for at in (0, 8))
@@ -269,8 +393,10 @@ def _format_digits(digest: bytes) -> bytes:
 class _TensorPickler(Pickler):
     """Writes tensors as torch reduces them, and numbers their storages."""
 
-    def __init__(self, where: str, slot_of: Callable[[Any], Slot | None]) -> None:
-        super().__init__(where)
+    def __init__(
+        self, where: str, slot_of: Callable[[Any], Slot | None], varying: Iterable[Call]
+    ) -> None:
+        super().__init__(where, varying)
         self._slot_of = slot_of
         self._keys: dict[Storage, str] = {}
 

@@ -11,6 +11,7 @@ Sources: torch 2.13 ``caffe2/serialize/inline_container.cc`` (``getPadding``), i
 from __future__ import annotations
 
 import struct
+from array import array
 
 from reshard.containers.zip_reader import END, END64, ENTRY, LOCAL, LOCATOR64
 from reshard.core.manifest import OutputFile, StoredChecksum
@@ -23,7 +24,12 @@ _FULL32, _FULL16 = 0xFFFFFFFF, 0xFFFF
 
 
 class ZipLayout:
-    """An archive that grows by one member at a time; ``name`` is that of the file."""
+    """An archive that grows by one member at a time; ``name`` is that of the file.
+
+    Attributes:
+        names: offsets of the members' names in the local headers.
+        listed_names: their offsets in the central directory; in the file once it is finished.
+    """
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -32,24 +38,23 @@ class ZipLayout:
         self._open = bytearray()
         self._central = bytearray()
         self._count = 0
+        self.names = array("Q")
+        self.listed_names = array("Q")
         # Members whose CRC comes later: offset, nbytes, and the two places of the CRC.
         self._waiting: list[tuple[int, int, int, int]] = []
 
-    def add(self, member: str, data: bytes, shared: bytes = b"") -> int:
-        """Add a member whose data are known; return the byte at which they begin.
-
-        Args:
-            shared: bytes before ``data``; one object that many files share, to save memory.
-        """
-        return self._add(member, len(shared) + len(data), data, shared)
+    def add(self, member: str, data: bytes) -> int:
+        """Add a member whose data are known; return the byte at which they begin."""
+        return self._add(member, len(data), data)
 
     def reserve(self, member: str, nbytes: int) -> int:
         """Add a member whose data and CRC come later; return the byte at which the data begin."""
         return self._add(member, nbytes, None)
 
-    def finish(self) -> tuple[OutputFile, tuple[StoredChecksum, ...]]:
+    def finish(self) -> OutputFile:
         """Return the file with all its literals, and the CRCs that the data's writer fills in."""
         directory, nbytes, count = self._at, len(self._central), self._count
+        self.listed_names = array("Q", (directory + name for name in self.listed_names))
         self._open += self._central
         end64 = self._at
         # These values are miniz's: 44 bytes follow the size field; made under Unix by zip 3.0
@@ -65,10 +70,10 @@ class ZipLayout:
         size = self._at
         self._close(0)
         checksums = tuple(
-            StoredChecksum(self.name, offset, length, (place, directory + central))
+            StoredChecksum(offset, length, (place, directory + central))
             for offset, length, place, central in self._waiting
         )
-        return OutputFile(self.name, size, tuple(self._literals)), checksums
+        return OutputFile(self.name, size, tuple(self._literals), checksums)
 
     @property
     def _at(self) -> int:
@@ -81,9 +86,10 @@ class ZipLayout:
         self._start = self._at + hole
         self._open = bytearray()
 
-    def _add(self, member: str, nbytes: int, data: bytes | None, shared: bytes = b"") -> int:
+    def _add(self, member: str, nbytes: int, data: bytes | None) -> int:
         name, header = member.encode(), self._at
-        crc = 0 if data is None else crc32(data, crc32(shared))
+        self.names.append(header + LOCAL.size)
+        crc = 0 if data is None else crc32(data)
         # miniz writes no data descriptor behind an empty member.
         flags = _UTF8 | (_DESCRIPTOR_FOLLOWS if nbytes else 0)
         wide = _build_zip64(nbytes, 0, header)  # torch does not know the packed size yet
@@ -95,9 +101,6 @@ class ZipLayout:
         start = self._at
         if data is None:
             self._close(nbytes)
-        elif shared:
-            self._close(len(shared))
-            self._literals.append((start, shared))
         self._open += data or b""
         if nbytes:
             self._open += b"PK\x07\x08" + crc.to_bytes(4, "little")
@@ -118,6 +121,7 @@ class ZipLayout:
             *(b"PK\x01\x02", 0, 0, flags, 0, 0, 0, crc, size, size),
             *(len(name), len(wide), 0, 0, 0, 0, offset),
         )
+        self.listed_names.append(len(self._central))
         self._central += name + wide
         self._count += 1
 

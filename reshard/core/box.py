@@ -55,6 +55,11 @@ class Box:
         """Return this box moved by a number of elements in the first dim."""
         return Box((self.origin[0] + rows, *self.origin[1:]), self.shape)
 
+    def is_run(self, shape: Sequence[int]) -> bool:
+        """Return whether the box is a run of the flattened tensor of this shape."""
+        start, stop = flat_span(self, shape)
+        return stop - start == self.volume
+
     def fits(self, shape: Sequence[int]) -> bool:
         """Return whether the box is inside a tensor of this shape."""
         return len(self.shape) == len(shape) and all(

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from operator import itemgetter, sub
-from typing import Protocol
+from typing import Protocol, overload
 
 from reshard.core.box import Box, Index, flat_span, row_major
 from reshard.core.dtypes import DType
@@ -186,6 +186,11 @@ class Chunks(ABC):
     def find_strided(self) -> Chunk | None:
         """Return a chunk that is not contiguous in its file, or None."""
 
+    @property
+    def cut_boxes(self) -> Iterable[Box]:
+        """The boxes that are not runs of the flattened tensor."""
+        return ()
+
     @abstractmethod
     def find_unproven(self, sizes: FileSizes) -> Iterable[Chunk]:
         """Return the chunks that may be outside of the tensor or of their file."""
@@ -195,12 +200,38 @@ class Chunks(ABC):
         """Return an index of the chunks."""
 
 
-class Partition(Chunks, Sequence[Chunk]):
-    """A sequence of chunks that is computed from a few numbers, without replicas.
+class ComputedChunks(Chunks, Sequence[Chunk]):
+    """A sequence of chunks that is computed from a few numbers.
 
-    Every element of the tensor is in exactly one chunk. A thousand parameters on thousands of ranks
-    are millions of chunks, so a chunk is built only when it is indexed.
+    A thousand parameters on thousands of ranks are millions of chunks, so a chunk is built only
+    when it is indexed. A subclass yields its chunks by ``__iter__``.
     """
+
+    __slots__ = ()
+
+    def find_strided(self) -> Chunk | None:
+        """Return None: every chunk is contiguous in its file."""
+        return None
+
+    @overload
+    def __getitem__(self, index: int) -> Chunk: ...
+    @overload
+    def __getitem__(self, index: slice) -> tuple[Chunk, ...]: ...
+    def __getitem__(self, index: int | slice) -> Chunk | tuple[Chunk, ...]:
+        # Callers often need the first chunk only, and a tensor has one or more for each rank.
+        if index == 0 and self:
+            return next(iter(self))
+        return tuple(self)[index]
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, (tuple, ComputedChunks)) and tuple(self) == tuple(other)
+
+    def __hash__(self) -> int:
+        return hash(tuple(self))
+
+
+class Partition(ComputedChunks):
+    """Chunks without replicas: every element of the tensor is in exactly one of them."""
 
     __slots__ = ()
 
@@ -241,6 +272,12 @@ class ListedChunks(Chunks):
             return None
         start, stop = flat_span(chunk.box, self.shape)
         return chunk.byte_offset, start, stop, chunk.box, chunk.dtype
+
+    @property
+    def cut_boxes(self) -> Iterable[Box]:
+        """The boxes that are not runs of the flattened tensor."""
+        boxes = (chunk.box for chunk in self.chunks)
+        return [box for box in boxes if not box.is_run(self.shape)]
 
     def find_strided(self) -> Chunk | None:
         """Return a chunk that is not contiguous in its file, or None."""

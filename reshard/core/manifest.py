@@ -11,10 +11,10 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from math import prod
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from reshard.core.box import Index, find_first_overlap, whole
-from reshard.core.chunks import Chunk, Chunks, FileSizes, ListedChunks, Partition
+from reshard.core.chunks import Chunk, Chunks, ComputedChunks, FileSizes, ListedChunks
 from reshard.core.dtypes import BFLOAT16, FLOAT32, DType
 from reshard.errors import CorruptError, shown
 from reshard.system import escaped
@@ -42,12 +42,12 @@ class Entry:
     kind: str
     dtype: DType
     shape: Index
-    chunks: tuple[Chunk, ...] | Partition
+    chunks: tuple[Chunk, ...] | ComputedChunks
 
     @property
     def layout(self) -> Chunks:
         """The chunks as the planner and the checks see them."""
-        if isinstance(self.chunks, Partition):
+        if isinstance(self.chunks, ComputedChunks):
             return self.chunks
         return ListedChunks(self.chunks, self.shape)
 
@@ -382,32 +382,46 @@ class Manifest:
         return [fqn for fqn in empty if fqn not in confirmed]
 
 
-@dataclass(frozen=True, slots=True)
-class OutputFile:
-    """A file to write: its size, and the bytes that are known before any tensor is read."""
-
-    name: str  # relative to the destination
-    nbytes: int
-    literals: tuple[tuple[int, bytes], ...] = ()  # (byte offset, bytes)
-
-    @classmethod
-    def from_bytes(cls, name: str, data: bytes) -> OutputFile:
-        """Return a file whose content is known."""
-        return cls(name, len(data), ((0, data),) if data else ())
-
-
-@dataclass(frozen=True, slots=True)
-class StoredChecksum:
+class StoredChecksum(NamedTuple):
     """A CRC-32 that a file stores of one of its byte ranges.
 
     Args:
         locations: byte offsets at which the checksum is written, as 4 little-endian bytes.
     """
 
-    file: str
     byte_offset: int
     nbytes: int
     locations: tuple[int, ...]
+
+
+Literals = Iterable[tuple[int, bytes]]  # byte offsets, and the bytes there
+
+
+@dataclass(frozen=True, slots=True)
+class OutputFile:
+    """A file to write: its size, and the bytes that are known before any tensor is read.
+
+    Thousands of ranks have millions of literals and checksums, so both may be computed anew by
+    every iteration.
+
+    Args:
+        name: relative to the destination.
+        literals: the known bytes, in file order.
+        checksums: those that the file stores of itself.
+        like: another file from which only the content of tensors and what states the rank differ;
+            empty if none is known.
+    """
+
+    name: str
+    nbytes: int
+    literals: Literals = ()
+    checksums: Iterable[StoredChecksum] = ()
+    like: str = ""
+
+    @classmethod
+    def from_bytes(cls, name: str, data: bytes) -> OutputFile:
+        """Return a file whose content is known."""
+        return cls(name, len(data), ((0, data),) if data else ())
 
 
 @dataclass(frozen=True, slots=True)
@@ -420,7 +434,6 @@ class Skeleton:
 
     files: tuple[OutputFile, ...]
     entries: tuple[Entry, ...]
-    checksums: tuple[StoredChecksum, ...] = ()
 
     @property
     def nbytes(self) -> int:

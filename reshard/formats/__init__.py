@@ -18,7 +18,7 @@ Modules beside the packages of the formats:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -65,6 +65,7 @@ def read(  # noqa: PLR0913 - a keyword an option
     wrap: str | None = None,
     rules: Path | None = None,
     live: ModelShapes | None = None,
+    alike: Mapping[str, str] | None = None,
     prove: bool = True,
     is_filled: bool = False,
 ) -> Manifest:
@@ -80,6 +81,8 @@ def read(  # noqa: PLR0913 - a keyword an option
         rules: file with the user's rules for the parameters of a model-parallel checkpoint.
         live: the model of the program that loads the checkpoint, which gives names and order where
             neither the files nor ``model`` do.
+        alike: path of a rank's file -> that of another rank's. If their pickles and positions are
+            equal but for what states the rank, the tensors of the second one alone are listed.
         prove: False leaves `prove_whole` to the caller.
         is_filled: whether another model provides the weights that are ZeRO-3 placeholders.
 
@@ -98,7 +101,9 @@ def read(  # noqa: PLR0913 - a keyword an option
 
         refuse_missing(model)
     with understood(location), _naming_others(location):
-        manifest = _read_as(location, force, ReadHints(tag, key, model, wrap, rules, live))
+        manifest = _read_as(
+            location, force, ReadHints(tag, key, model, wrap, rules, live, alike or {})
+        )
         if not force:
             unclear.refuse_parts_of_megatron(manifest)
     manifest = _fix_versions(manifest)

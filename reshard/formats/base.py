@@ -35,7 +35,11 @@ RandomStates = Literal["none", "per rank", "own"]
 
 @dataclass(frozen=True, slots=True)
 class ReadHints:
-    """The user's options for reading a source, as in `formats.read`; and the live model."""
+    """The user's options for reading a source, as in `formats.read`; and the live model.
+
+    Args:
+        alike: see `formats.read`.
+    """
 
     tag: str | None = None
     key: str | None = None
@@ -43,6 +47,7 @@ class ReadHints:
     wrap: str | None = None
     rules: Path | None = None
     live: ModelShapes | None = None
+    alike: Mapping[str, str] = field(default_factory=dict)
 
 
 _MEGATRON_ARGS = {"num_layers", "hidden_size", "num_attention_heads", "padded_vocab_size"}

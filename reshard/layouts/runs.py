@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from math import prod
-from typing import overload
 
 from reshard.core.box import Index, run_boxes
 from reshard.core.chunks import (
@@ -103,10 +102,6 @@ class EqualRuns(Partition):
         offset = self.offsets.byte_offsets[position] + self.skipped
         return offset, start, stop, None, self.dtype
 
-    def find_strided(self) -> Chunk | None:
-        """Return None: every run is contiguous."""
-        return None
-
     def find_unproven(self, sizes: FileSizes) -> Iterable[Chunk]:
         """Return no chunk if every file has room for a full run, which is the usual case."""
         least, room = sizes.find_room(self.offsets.files, self.offsets.byte_offsets)
@@ -171,22 +166,6 @@ class EqualRuns(Partition):
 
     def __bool__(self) -> bool:
         return self.numel > 0
-
-    @overload
-    def __getitem__(self, index: int) -> Chunk: ...
-    @overload
-    def __getitem__(self, index: slice) -> tuple[Chunk, ...]: ...
-    def __getitem__(self, index: int | slice) -> Chunk | tuple[Chunk, ...]:
-        # Callers often need the first chunk only, and a tensor has one or more for each rank.
-        if index == 0 and self:
-            return next(iter(self))
-        return tuple(self)[index]
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, (tuple, EqualRuns)) and tuple(self) == tuple(other)
-
-    def __hash__(self) -> int:
-        return hash(tuple(self))
 
     def __repr__(self) -> str:
         return f"EqualRuns(numel={self.numel}, ranks={len(self.offsets.files)})"

@@ -12,6 +12,7 @@ import struct
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import Any
 
 from reshard.containers.pickles.values import Call, Global
 from reshard.containers.torch_writer import Slot, Storage
@@ -31,11 +32,17 @@ _INT32 = dtypes.parse("int32")
 
 @dataclass(eq=False)
 class DTensorBuilder:
-    """Builds one rank's DTensors, which share their meshes; use one for each file."""
+    """Builds one rank's DTensors, which share their meshes; use one for each file.
+
+    Attributes:
+        meshes: the meshes, each with its axes.
+    """
 
     grid: MeshGrid
     rank: int
+    meshes: list[tuple[Index, Call]] = field(default_factory=list)
     _meshes: dict[Index, Call] = field(default_factory=dict)
+    _first: list[dict[str, Any]] = field(default_factory=list)
     _placements: dict[tuple[Cut | None, ...], tuple[tuple[Call, ...], tuple[Call, ...] | None]] = (
         field(default_factory=dict)
     )
@@ -56,6 +63,14 @@ class DTensorBuilder:
         }
         state = (None, {"_local_tensor": local, "_spec": Call(f"{_SPEC}.DTensorSpec", (), spec)})
         return Call(_DTENSOR, _list_wrapper_args(_DTENSOR, dtype, shape, grad=False), state)
+
+    def move_to(self, rank: int) -> None:
+        """Change what the meshes state about the rank."""
+        # The ids of the first values are in the memos of pickles, so no other value may get them.
+        self._first = self._first or [dict(mesh.state) for _, mesh in self.meshes]
+        self.rank = rank
+        for axes, mesh in self.meshes:
+            mesh.state.update(self._describe_place(axes))
 
     def _get_mesh(self, axes: Index) -> Call:
         """Return the mesh of these axes: the root mesh, a slice of it, or joined slices."""
@@ -92,7 +107,6 @@ class DTensorBuilder:
 
     def _build_mesh(self, axes: Index, root: Call | None) -> Call:
         grid = self.grid
-        at, groups = grid.locate(self.rank), grid.name_groups(self.rank)
         layout = {"axes": tuple(self._axes[axis] for axis in axes)}
         state = {
             "_device_type": grid.device,
@@ -104,12 +118,20 @@ class DTensorBuilder:
             "_flatten_rank_map": tuple(range(grid.world)),
             "_thread_id": None,
             "_flatten_mapping": {},
+            **self._describe_place(axes),
+            "_hash": None,
+        }
+        self.meshes.append((axes, Call("torch.distributed.device_mesh.DeviceMesh", (), state)))
+        return self.meshes[-1][1]
+
+    def _describe_place(self, axes: Index) -> dict[str, Any]:
+        """Return what a mesh states about the rank."""
+        at, groups = self.grid.locate(self.rank), self.grid.name_groups(self.rank)
+        return {
             "_dim_group_names": [groups[axis] for axis in axes],
             "_rank": self.rank,
             "_coordinate_on_dim": tuple(at[axis] for axis in axes),
-            "_hash": None,
         }
-        return Call("torch.distributed.device_mesh.DeviceMesh", (), state)
 
     def _get_placements(
         self, cuts: tuple[Cut | None, ...]

@@ -230,7 +230,7 @@ def copy_companions(
         if added and not beside:
             break
     files = (*skeleton.files, *added.values())
-    return Skeleton(files, skeleton.entries, skeleton.checksums), note_outside(outside)
+    return Skeleton(files, skeleton.entries), note_outside(outside)
 
 
 def _read_copy(path: Path, manifest: Manifest) -> bytes | None:

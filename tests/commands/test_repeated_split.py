@@ -5,12 +5,17 @@ from __future__ import annotations
 import shutil
 import subprocess
 import sys
+import zipfile
+import zlib
+from pathlib import Path
 
 import pytest
 import torch
 
 import reshard
+from reshard import formats
 from reshard.errors import ExistsError, UsageError
+from reshard.formats.pytorch import ranks
 
 
 @pytest.fixture
@@ -104,3 +109,34 @@ def test_the_launcher_gives_the_number_of_ranks(saved, tmp_path, monkeypatch):
     again = run(*command)
     assert again.returncode == 0
     assert "already there" in again.stdout
+
+
+def test_rank_files_that_are_alike_are_read_once_if_they_are(tmp_path):
+    """Rank 7's pickle is changed after that: then its tensors are read, too."""
+    torch.save({"a": torch.ones(36, 3), "b": torch.ones(36)}, tmp_path / "whole.pt")
+    out = tmp_path / "out"
+    reshard.split(tmp_path / "whole.pt", out, to="fsdp2", world_size=12)
+    path = {rank: str(out / f"model_rank{rank}.pt") for rank in range(12)}
+    alike = {path[rank]: path[0] for rank in range(1, 10)} | {path[11]: path[10]}
+
+    def list_read():
+        manifest = formats.read(out, alike=alike, prove=False)
+        assert manifest.files.keys() == {*path.values()}
+        return {chunk.file for entry in manifest.entries.values() for chunk in entry.chunks}
+
+    assert list_read() == {path[0], path[10]}
+    with zipfile.ZipFile(path[7]) as file:
+        (pickle,) = (info for info in file.infolist() if info.filename.endswith("data.pkl"))
+        before = file.read(pickle)
+    after = before.replace(b"_thread_id", b"_thread_ID")
+    sums = [zlib.crc32(each).to_bytes(4, "little") for each in (before, after)]
+    data = Path(path[7]).read_bytes()
+    Path(path[7]).write_bytes(data.replace(before, after).replace(*sums))
+    assert list_read() == {path[0], path[7], path[10]}
+
+
+def test_rank_files_that_are_not_found_to_be_alike_are_checked_whole(tmp_path, monkeypatch):
+    torch.save({"a": torch.ones(36, 3), "b": torch.ones(36)}, tmp_path / "whole.pt")
+    monkeypatch.setattr(ranks, "_are_alike", lambda file, _other: "rank7" not in file.path)
+    reshard.split(tmp_path / "whole.pt", tmp_path / "out", to="fsdp2", world_size=12)
+    assert len(list((tmp_path / "out").iterdir())) == 12

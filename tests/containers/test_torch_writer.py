@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from reshard.containers import torch_objects, torch_reader, torch_writer, zip_reader
+from reshard.containers import torch_objects, torch_reader, zip_reader
 from reshard.containers.pickles.values import Call, Global
 from reshard.containers.torch_writer import (
     AS_WRITTEN,
@@ -564,18 +564,45 @@ def test_a_stamp_is_the_last_key_of_the_root(source, tmp_path, keys):
 
 
 @pytest.mark.parametrize("stamp", [None, STAMP])
-def test_the_files_of_many_ranks_share_their_pickle(tmp_path, stamp):
-    template = torch_writer.Template("x", {"names": [f"layer {n}" for n in range(1000)]})
-    files = [template.lay_out(f"rank{n}.pt", stamp).files[0] for n in range(3)]
-    own = [{id(data) for _, data in file.literals if len(data) > 5000} for file in files]
-    assert len(own[0]) == 1
-    assert own[0] == own[1] == own[2]
-    for file in files:
-        data = bytearray(file.nbytes)
+def test_a_file_of_a_template_is_that_of_its_own_root(tmp_path, stamp):
+    """Two objects vary, one of them inside of another; later values are shared with them."""
+    names, inner, other = (
+        [f"layer {n}" for n in range(300)],
+        Call("a.B", (), {}),
+        Call("a.B", (), {}),
+    )
+    outer = Call("a.C", (names[0],), {"inner": inner, "rank": 0, "names": names})
+    known = Slot(Storage(dtypes.UINT8, 4, data=b"abcd"), (4,))
+    root = {"a": outer, "b": [names, known, inner], "c": other, "d": [other, outer, known]}
+
+    def move_to(rank):
+        inner.state.update(at=(rank, rank), group=[f"group {rank}"])
+        outer.state.update(rank=rank)
+        other.state.update(at=rank, root=inner)
+
+    move_to(7)
+    template = Template("x", root, varying=[inner, outer, other])
+    for rank in (7, 0, 123, 1000, 70000, 7):
+        move_to(rank)
+        name = f"rank{rank}.pt"
+        file, ours = template.lay_out_file(name, stamp)[0], bytearray()
         for offset, literal in file.literals:
-            data[offset : offset + len(literal)] = literal
-        (tmp_path / file.name).write_bytes(data)
-        assert zipfile.ZipFile(tmp_path / file.name).testzip() is None
+            assert offset == len(ours)
+            ours += literal
+        assert len(ours) == file.nbytes
+        assert file == template.lay_out_file(name, stamp)[0]
+        alone = Template("x", root).lay_out(name, stamp).files[0]
+        assert ours == b"".join(literal for _, literal in alone.literals)
+        (tmp_path / name).write_bytes(ours)
+        assert zipfile.ZipFile(tmp_path / name).testzip() is None
+
+
+def test_an_object_that_varies_cannot_memoize_more():
+    inner = Call("a.B", (), {"at": 1})
+    template = Template("x", [inner], varying=[inner])
+    inner.state.update(at=(1,))
+    with pytest.raises(AssertionError, match=r"a\.B memoizes another number"):
+        template.lay_out_file("x")
 
 
 def test_a_stamped_file_is_torchs(source, tmp_path):

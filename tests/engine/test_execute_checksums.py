@@ -175,10 +175,11 @@ def test_stored_checksums_are_written_where_the_format_wants_them(tmp_path, gap,
     size = base.files[0].nbytes
     data = [(c.byte_offset, e.nbytes) for e in base.entries for c in e.chunks]
     checksums = tuple(
-        StoredChecksum("o", at, nbytes, (size + 8 * i, size + 8 * i + 4))
+        StoredChecksum(at, nbytes, (size + 8 * i, size + 8 * i + 4))
         for i, (at, nbytes) in enumerate(data)
     )
-    skeleton = replace(base, files=(replace(base.files[0], nbytes=size + 32),), checksums=checksums)
+    file = replace(base.files[0], nbytes=size + 32, checksums=checksums)
+    skeleton = replace(base, files=(file,))
     run(made, skeleton, tmp_path / "out", window_bytes=window_bytes, workers=2)
     content = (tmp_path / "out" / "o").read_bytes()
     for i, (at, nbytes) in enumerate(data):

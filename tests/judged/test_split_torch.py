@@ -540,9 +540,9 @@ def test_blocks_are_those_of_pytorch(shape, shards, divided):
     blocks = dcp.divide(value, shards)
     whole = torch.arange(max(torch.Size(shape).numel(), 1))[: torch.Size(shape).numel()]
     whole = whole.reshape(shape)
-    pieces = [whole[box.slices] for _, box in blocks]
+    pieces = [whole[box.slices] for box in blocks]
     assert torch.equal(torch.cat(pieces) if shape else pieces[0], whole)
-    assert len({box.origin for _, box in blocks}) == len(blocks)
+    assert len({box.origin for box in blocks}) == len(blocks)
     if divided and shape and shape[0]:
         theirs = [piece.shape for piece in torch.chunk(whole, shards)]
         assert [piece.shape for piece in pieces][: len(theirs)] == theirs
@@ -560,7 +560,9 @@ def test_any_number_of_ranks_holds_everything(torch_made, ranks, form):
     check(Manifest(Origin("target", ""), index_entries(skeleton.entries), files, ordered=True))
     assert {e.key for e in skeleton.entries} == manifest.entries.keys()
     for file in skeleton.files:
-        spans = sorted((at, at + len(data)) for at, data in file.literals)
+        chunks = [chunk for entry in skeleton.entries for chunk in entry.chunks]
+        spans = [chunk.byte_span for chunk in chunks if chunk.file == file.name]
+        spans = sorted([*spans, *((at, at + len(data)) for at, data in file.literals)])
         assert all(a[1] <= b[0] for a, b in itertools.pairwise(spans))
         assert spans[-1][1] <= file.nbytes
     for entry in skeleton.entries:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Container, Iterable, Iterator, Sequence
 from pathlib import Path
 
 from reshard import formats
@@ -23,13 +23,23 @@ def check(
 ) -> None:
     """Check that the reader of the output's format finds exactly what was planned.
 
+    Of files that are alike, one is checked whole, and the others by the bytes that may differ.
+
     Raises:
         DifferentError: it finds a tensor at another location, or misses one.
     """
     # With its model, a checkpoint with published names is read as it is in memory.
     model = None if options.names == "hf" and not options.wrap else options.model
-    seen = formats.read(staging, model=model, wrap=options.wrap, rules=options.rules)
     above = staging.parent if staging.is_file() else staging
+    alike = {f"{above}/{f.name}": f"{above}/{f.like}" for f in skeleton.files if f.like}
+    seen = formats.read(
+        staging,
+        model=model,
+        wrap=options.wrap,
+        rules=options.rules,
+        alike=alike,
+        prove=not alike,
+    )
     planned = _group_by_name(skeleton.entries, named)
     tied = {
         named.name_in_table(alias): named.name_in_table(kept)
@@ -47,7 +57,10 @@ def check(
         entries = [e for e in entries if not moments.is_decoded(e)]  # noqa: PLW2901
         expected = [*planned.get(fqn, ()), *planned.get(tied.get(fqn, fqn), ())]
         # One tensor at a time, because all chunks of a large run need much memory.
-        locations = {_locate(chunk, f"{above}/") for entry in expected for chunk in entry.chunks}
+        read = {chunk.file for entry in entries for chunk in entry.chunks} if alike else None
+        locations = {
+            place for entry in expected for place in _iterate_locations(entry, f"{above}/", read)
+        }
         for chunk in (chunk for entry in entries for chunk in entry.chunks if chunk.box.volume):
             if _locate(chunk) not in locations and not _is_padding(chunk, expected):
                 raise DifferentError(
@@ -65,8 +78,25 @@ def _group_by_name(entries: Iterable[Entry], named: Naming) -> dict[str, list[En
     return by_name
 
 
-def _locate(chunk: Chunk, staging: str = "") -> tuple[str, int, DType]:
-    return staging + chunk.file, chunk.byte_offset, chunk.dtype
+_Location = tuple[str, int, DType]
+
+
+def _locate(chunk: Chunk) -> _Location:
+    return chunk.file, chunk.byte_offset, chunk.dtype
+
+
+def _iterate_locations(
+    entry: Entry, staging: str, files: Container[str] | None
+) -> Iterator[_Location]:
+    """Yield where the chunks of an entry are planned, in these files; None: in all."""
+    if files is None:
+        yield from ((staging + c.file, c.byte_offset, c.dtype) for c in entry.chunks)
+        return
+    for position, name in enumerate(entry.layout.file_table[1]):
+        file = staging + name
+        part = entry.layout.part(position) if file in files else None
+        if part is not None:
+            yield file, part[0], part[-1]
 
 
 def _is_padding(chunk: Chunk, expected: Sequence[Entry]) -> bool:

@@ -17,7 +17,7 @@ import struct
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator
 from itertools import islice
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from reshard.containers.pickles import trust
 from reshard.containers.pickles.values import (
@@ -53,15 +53,38 @@ class _Counted(Protocol):
     def __iter__(self) -> Iterator[Any]: ...
 
 
+class VaryingPart(NamedTuple):
+    """The part of a pickle that writes a varying object, and what was memoized before it.
+
+    Args:
+        start, stop: its bytes in the pickle.
+        before, after: the number of memoized values before it and after it.
+    """
+
+    call: Call
+    start: int
+    stop: int
+    before: int
+    after: int
+    memo: dict[int, int]
+    names: dict[str, int]
+
+
 class Pickler:
     """The state of one pickle while it is written; `write` adds a value, `finish` ends the pickle.
 
     Args:
         where: the file, for messages.
+        varying: objects whose state is changed later, to write their parts again (`write_again`).
+
+    Attributes:
+        parts: those of the varying objects; one that is inside of another is a part of that.
     """
 
-    def __init__(self, where: object) -> None:
+    def __init__(self, where: object, varying: Iterable[Call] = ()) -> None:
         self.where = where
+        self.parts: list[VaryingPart] = []
+        self._varying = {id(call) for call in varying}
         self.out = bytearray(b"\x80\x02")
         self._memo: dict[int, int] = {}  # id -> index
         self._names: dict[str, int] = {}  # global -> index
@@ -72,7 +95,7 @@ class Pickler:
 
     def finish(self) -> bytes:
         """Return the whole pickle."""
-        return bytes(self.out) + b"."
+        return b"".join((self.out, b"."))
 
     def finish_with(self, last: dict[str, Any], *, as_state: bool) -> tuple[int, bytes]:
         """Return the pickle with more items in its dict, without keeping them in this writer.
@@ -100,6 +123,23 @@ class Pickler:
         rest = self.finish()
         self.out, self._count, self._memo = out, count, memo
         return len(out) - moved, rest
+
+    def write_again(self, part: VaryingPart) -> bytes:
+        """Return the bytes of a varying object after a change of its state.
+
+        What follows in the pickle refers to memoized values by their number, so the new state must
+        memoize the same number of values.
+        """
+        self._varying = set()  # the parts are known
+        kept = self.out, self._count, self._memo, self._names
+        self.out, self._count = bytearray(), part.before
+        self._memo, self._names = part.memo.copy(), part.names.copy()
+        self._write_object(part.call)
+        data, count = bytes(self.out), self._count
+        self.out, self._count, self._memo, self._names = kept
+        if count != part.after:
+            raise AssertionError(f"{part.call.name} memoizes another number of values")
+        return data
 
     def write_leaf(self, value: Any) -> None:
         """Write a value of a type that Python itself does not define.
@@ -203,6 +243,18 @@ class Pickler:
 
     def write_object(self, call: Call) -> None:
         """Write an object: its constructor call, then its elements, items and state."""
+        if id(call) not in self._varying:
+            self._write_object(call)
+            return
+        varying, self._varying = self._varying, set()
+        start, before = len(self.out), self._count
+        memo, names = self._memo.copy(), self._names.copy()
+        self._write_object(call)
+        part = VaryingPart(call, start, len(self.out), before, self._count, memo, names)
+        self.parts.append(part)
+        self._varying = varying
+
+    def _write_object(self, call: Call) -> None:
         self.write_global(call.name)
         self.write(call.args)
         self.out += b"R" if call.args or call.name in _CALLED else b"\x81"  # REDUCE, NEWOBJ
@@ -282,9 +334,23 @@ class Pickler:
         self.write_global(value.name)
         self.out += b")\x81"  # EMPTY_TUPLE, NEWOBJ
         self.memoize()
-        if value.state is not None:
-            self._write_unshared_items(UnsharedItems(dict, len(value.state), value.state.items()))
-            self.out += b"b"
+        if value.state is None:
+            return
+        out, memo, count = self.out, self._memo, len(value.state)
+        out += b"}"
+        self.memoize()
+        out += b"(" if count > 1 else b""
+        for pair in value.state.items():
+            for each in pair:
+                # Most are texts and objects that were written before, or integers.
+                index = memo.get(id(each))
+                if index is not None and index >= 256:
+                    out += _LONG_MEMO(b"j", index)
+                elif type(each) is int:
+                    self.write_integer(each)
+                else:
+                    self.write(each)
+        out += b"ub" if count > 1 else b"sb" if count else b"b"
 
     def _write_ordered_dict(self, items: OrderedDict[Any, Any]) -> None:
         self.write_call("collections.OrderedDict", ())

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 Builder = Callable[..., Any]
 
@@ -70,8 +70,7 @@ class Call:
         return default
 
 
-@dataclass(frozen=True, slots=True)
-class UnsharedObject:
+class UnsharedObject(NamedTuple):
     """An object without arguments that occurs once in a pickle, so the pickler does not keep it.
 
     Args:

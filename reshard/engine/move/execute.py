@@ -13,7 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from reshard.core.dtypes import WIDEST
-from reshard.core.manifest import OutputFile, Skeleton, SourceFile, StoredChecksum
+from reshard.core.manifest import OutputFile, Skeleton, SourceFile
 from reshard.engine.move.fill import Filler
 from reshard.engine.move.options import MoveOptions
 from reshard.engine.move.outcome import Keep, Outcome, keep_in_memory
@@ -72,7 +72,7 @@ def execute(
         # Several ranks and earlier runs may have read parts of one
         # record, so records are compared last.
         check_records(outcome.reads, sources, pool, options)
-        builder.store_checksums(select_share(team, target.checksums), outcome)
+        builder.store_checksums(select_share(team, target.files), outcome)
         pool.check_unread(select_share(team, list_lasting(sources)))
     # The first rank must not go on before the others have stored their checksums.
     team.barrier()
@@ -169,15 +169,15 @@ class OutputBuilder:
             outcome.add(seen)
         return outcome
 
-    def store_checksums(self, checksums: Iterable[StoredChecksum], seen: Outcome) -> None:
-        """Write the CRCs that the output format stores of its own records."""
-        files = self._files
-        written = _list_written(seen, files)
-        for stored in checksums:
-            path = files.path(stored.file)
-            crc = compute_record_crc(files, path, stored.byte_offset, stored.nbytes, written)
-            for location in stored.locations:
-                self._writer.write(stored.file, location, memoryview(crc.to_bytes(4, "little")))
+    def store_checksums(self, files: Iterable[OutputFile], seen: Outcome) -> None:
+        """Write the CRCs that files store of their own records."""
+        written = _list_written(seen, self._files)
+        for file in files:
+            path = self._files.path(file.name)
+            for start, nbytes, locations in file.checksums:
+                crc = compute_record_crc(self._files, path, start, nbytes, written)
+                for location in locations:
+                    self._writer.write(file.name, location, memoryview(crc.to_bytes(4, "little")))
 
 
 class _FilesWithChecksums:
@@ -185,7 +185,7 @@ class _FilesWithChecksums:
 
     def __init__(self, sources: Mapping[str, SourceFile], target: Skeleton) -> None:
         self._sources = {path for path, file in sources.items() if file.has_checksums}
-        self._targets = {stored.file for stored in target.checksums}
+        self._targets = {file.name for file in target.files if any(True for _ in file.checksums)}
 
     def has_source(self, path: str) -> bool:
         """Return whether a source file has stored checksums to compare."""

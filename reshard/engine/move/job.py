@@ -39,9 +39,10 @@ def describe(
     """
     layout = hashlib.sha256()
     for file in skeleton.files:
-        layout.update(repr((file.name, file.nbytes, len(file.literals))).encode())
+        layout.update(repr((file.name, file.nbytes)).encode())
         for offset, data in file.literals:
-            layout.update(repr((offset, len(data))).encode() + data)
+            layout.update(b"%d %d:" % (offset, len(data)))
+            layout.update(data)
     return {
         "reshard": __version__,
         "options": {name: _describe_option(value) for name, value in options.items()},

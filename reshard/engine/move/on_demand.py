@@ -13,9 +13,11 @@ import io
 import logging
 import threading
 from bisect import bisect_right
-from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator, Mapping
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cached_property
+from itertools import islice
+from operator import itemgetter
 from typing import TYPE_CHECKING
 
 from reshard.core.manifest import OutputFile, SourceFile, StoredChecksum
@@ -34,6 +36,7 @@ if TYPE_CHECKING:
     from _typeshed import WriteableBuffer
 
 _PARALLEL_BYTES = 8 << 20  # a shorter read is not worth a thread
+_MOST_LITERALS = 16  # files whose literals are kept
 _ZEROS = bytes(4 << 20)  # copied to bytes that no tensor fills
 _logger = logging.getLogger("reshard")
 
@@ -68,6 +71,7 @@ class OnDemandFiles:
         self._workers = workers
         self._contents = {file.name: file for file in plan.target.files}
         self._parts: dict[str, _Parts] = {}
+        self._literals: dict[str, tuple[tuple[int, bytes], ...]] = {}
         self._reads = Spans()
         self._checked: set[tuple[str, int, int]] = set()  # records that were compared
         self._has_checksums = has_checksums
@@ -175,16 +179,30 @@ class OnDemandFiles:
         """
         file, stop = self._find(name), byte_offset + len(target)
         _fill_with_zeros(target)  # what no tensor and no literal fills is zero
-        for offset, data in file.literals:
+        literals = self._list_literals(file)
+        first = bisect_right(literals, byte_offset, key=itemgetter(0)) - 1
+        for offset, data in islice(literals, max(first, 0), None):
+            if offset >= stop:
+                break
             _overlay(target, byte_offset, offset, data)
         overflowed = self._fill_tensors(name, byte_offset, target)
         # Checksums come last: the literals around them have zeros in their place.
         if self._has_checksums:
-            for stored in self._checksums.get(name, ()):
+            for stored in file.checksums:
                 for location in stored.locations:
                     if location < stop and location + 4 > byte_offset:
-                        _overlay(target, byte_offset, location, self._compute_checksum(stored))
+                        crc = self._compute_checksum(name, stored)
+                        _overlay(target, byte_offset, location, crc)
         return overflowed
+
+    def _list_literals(self, file: OutputFile) -> Sequence[tuple[int, bytes]]:
+        """Return the literals of a file, which are kept for the next reads of it."""
+        with self._lock:
+            if file.name not in self._literals:
+                if len(self._literals) == _MOST_LITERALS:
+                    self._literals.pop(next(iter(self._literals)))
+                self._literals[file.name] = tuple(file.literals)
+            return self._literals[file.name]
 
     def _fill_tensors(self, name: str, start: int, target: memoryview) -> Counter[str]:
         """Fill what belongs to tensors in ``target``, which begins at byte ``start``.
@@ -250,13 +268,6 @@ class OnDemandFiles:
     def _filled(self) -> frozenset[str]:
         return frozenset(self._plan.list_files())
 
-    @cached_property
-    def _checksums(self) -> Mapping[str, list[StoredChecksum]]:
-        by_file: dict[str, list[StoredChecksum]] = defaultdict(list)
-        for stored in self._plan.target.checksums:
-            by_file[stored.file].append(stored)
-        return by_file
-
     def _fill(
         self, name: str, parts: list[WindowPart], start: int, target: memoryview
     ) -> Counter[str]:
@@ -316,13 +327,13 @@ class OnDemandFiles:
             parts.last = part, data
         return data
 
-    def _compute_checksum(self, stored: StoredChecksum) -> bytes:
+    def _compute_checksum(self, name: str, stored: StoredChecksum) -> bytes:
         """Return the CRC-32 of a record, as the file stores it; its bytes are read for it once."""
-        key = stored.file, stored.byte_offset
+        key = name, stored.byte_offset
         if key not in self._crcs:
             # No record contains its own checksum, so this reading does
             # not call `_compute_checksum` for it.
-            crc = compute_crc(self, stored.file, stored.byte_offset, stored.nbytes)
+            crc = compute_crc(self, name, stored.byte_offset, stored.nbytes)
             self._crcs[key] = crc.to_bytes(4, "little")
         return self._crcs[key]
 

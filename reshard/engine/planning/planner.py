@@ -15,7 +15,7 @@ from functools import cached_property
 from itertools import chain
 from typing import NamedTuple, overload
 
-from reshard.core.box import Box, Index, contiguous_cuts, flat_span, intersect, row_major
+from reshard.core.box import Box, Index, contiguous_cuts, intersect, row_major
 from reshard.core.dtypes import WIDEST, DType
 from reshard.core.manifest import Entry, Key, Skeleton
 from reshard.engine.planning.copies import Copy, CopyPlanner, Window, dot
@@ -209,9 +209,9 @@ def _is_interleaved(source: Entry, target: Entry, small: int) -> bool:
     This is the case when tensor-parallel ranks split a matrix by columns. Planned file by file,
     every rank would read the bytes of the whole matrix again.
     """
-    if target.layout.is_partition or source.layout.is_partition or target.nbytes <= small:
+    if source.layout.is_partition or target.nbytes <= small:
         return False
-    boxes = [chunk.box for chunk in target.chunks if not _is_run(chunk.box, target.shape)]
+    boxes = target.layout.cut_boxes
     stored_boxes = {chunk.box for chunk in source.chunks} if boxes else set()
     # A stored block that is wholly inside one target box is read only once in any case.
     return any(
@@ -219,11 +219,6 @@ def _is_interleaved(source: Entry, target: Entry, small: int) -> bool:
         for box in boxes
         for stored_box in stored_boxes
     )
-
-
-def _is_run(box: Box, shape: Index) -> bool:
-    start, stop = flat_span(box, shape)
-    return stop - start == box.volume
 
 
 def _count_copied_bytes(source: Entry, target: Entry) -> int:

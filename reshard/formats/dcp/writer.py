@@ -10,9 +10,12 @@ Sources: torch 2.13 ``distributed/checkpoint/{metadata,filesystem,default_planne
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from functools import partial
+from operator import add
+from typing import Any, cast
 
 from reshard.containers import skeletons, torch_writer
 from reshard.containers.pickles.canonical import Canonicalizer
@@ -21,12 +24,13 @@ from reshard.containers.pickles.values import Call, Global, UnsharedItems, Unsha
 from reshard.containers.torch_writer import Part, Slot, Storage
 from reshard.containers.zip_writer import ALIGNMENT
 from reshard.core.box import Box, Index, whole
-from reshard.core.chunks import Chunk, contiguous
+from reshard.core.chunks import contiguous
 from reshard.core.dtypes import DType
-from reshard.core.manifest import Entry, Key, OutputFile, Skeleton, StoredChecksum
+from reshard.core.manifest import Entry, OutputFile, Skeleton, StoredChecksum
 from reshard.errors import UnsupportedError
 from reshard.formats.request import Request
 from reshard.formats.trainers.accelerate import lay_out_accelerate_extras
+from reshard.layouts.blocks import RankBlocks, RankBoxes
 from reshard.layouts.partition import compute_equal_piece
 from reshard.model.adapter_names import find_saved_names
 from reshard.state_dict import torch_state_dict
@@ -138,8 +142,7 @@ def lay_out_leaves(
         UnsupportedError: two paths are the same once joined.
     """
     prefix = f"{directory}/" if directory else ""
-    templates = _TemplateCache()
-    files = [_DataFile(prefix, f"__{rank}_0.distcp", templates) for rank in range(shards)]
+    files = _DataFiles([f"__{rank}_0.distcp" for rank in range(shards)], prefix)
     about = _MetadataBuilder(attributes or {})
     for path, value in leaves:
         key = ".".join(map(str, path))
@@ -149,17 +152,17 @@ def lay_out_leaves(
             )
         about.paths[key] = path
         if isinstance(value, Value):
-            _add_tensor(about, files, key, value)
+            about.leaves[key] = files.add_tensor(value)
         elif isinstance(value, CopiedTensor):
-            _add_copy(about, files, key, value)
+            about.leaves[key] = files.add_copies(value)
         elif isinstance(value, Entry):
-            about.add_object(key, files[0], files[0].add_copy(value))
+            about.leaves[key] = files.add_copy(value)
         else:
             item = value.value if isinstance(value, StoredObject) else value
-            about.add_object(key, files[0], files[0].add_object(item))
-    pickle = about.build_pickle(f"{prefix}.metadata")
-    data_files = [file.build_skeleton() for file in files if file.at]
-    return skeletons.join([*data_files, skeletons.lay_out_bytes(f"{prefix}.metadata", pickle)])
+            about.leaves[key] = files.add_object(item)
+    metadata = OutputFile.from_bytes(f"{prefix}.metadata", about.build_pickle(f"{prefix}.metadata"))
+    skeleton = files.build_skeleton()
+    return Skeleton((*skeleton.files, metadata), skeleton.entries)
 
 
 def flatten(value: Any, path: _Path = ()) -> Iterator[tuple[_Path, Any]]:
@@ -185,152 +188,230 @@ def _is_nest(value: Any) -> bool:
     return isinstance(value, (Mapping, Value, Entry))
 
 
-def divide(value: Value, shards: int) -> list[tuple[int, Box]]:
-    """Return (shard, block) of a tensor; of empty blocks at one origin, only the first.
+def divide(value: Value, shards: int) -> list[Box]:
+    """Return the block of each rank; of empty blocks at one origin, only the first.
 
     >>> from reshard.core import dtypes
-    >>> [(r, b.origin, b.shape) for r, b in divide(Value(dtypes.UINT8, (3,), divided=True), 4)]
-    [(0, (0,), (1,)), (1, (1,), (1,)), (2, (2,), (1,)), (3, (3,), (0,))]
+    >>> [(b.origin, b.shape) for b in divide(Value(dtypes.UINT8, (3,), divided=True), 5)]
+    [((0,), (1,)), ((1,), (1,)), ((2,), (1,)), ((3,), (0,))]
     """
     if not value.divided or not value.shape:
-        return [(0, whole(value.shape))]
-    by_origin: dict[Index, tuple[int, Box]] = {}
+        return [whole(value.shape)]
+    by_origin: dict[Index, Box] = {}
     zeros = (0,) * (len(value.shape) - 1)
     for rank in range(shards):
         start, stop = compute_equal_piece(value.shape[0], shards, rank)
         box = Box((start, *zeros), (stop - start, *value.shape[1:]))
-        by_origin.setdefault(box.origin, (rank, box))
+        by_origin.setdefault(box.origin, box)
     return list(by_origin.values())
-
-
-def _add_tensor(
-    about: _MetadataBuilder, files: Sequence[_DataFile], key: str, value: Value
-) -> None:
-    placed = [
-        (rank, box, files[rank].add_block(value, box)) for rank, box in divide(value, len(files))
-    ]
-    about.add_tensor(key, value, [(files[rank], box, position) for rank, box, position in placed])
-
-
-def _add_copy(
-    about: _MetadataBuilder, files: Sequence[_DataFile], key: str, value: CopiedTensor
-) -> None:
-    placed = []
-    for number, (box, item) in enumerate(value.blocks):
-        file = files[number % len(files)]
-        placed.append((file, box, file.add_copy(item)))
-    about.add_tensor(key, Value(value.dtype, value.shape), placed)
 
 
 # The data files
 
 
 @dataclass(frozen=True, slots=True)
-class _ItemTemplate:
-    """An item of one dtype and shape, laid out as at the beginning of a file."""
+class _StoredItem:
+    """An item, laid out as at the beginning of a file.
 
-    skeleton: Skeleton
-    chunk: Chunk | None  # the position of its elements, if it has any
+    Args:
+        data_offset: where its elements begin, if it is a tensor with any.
+    """
 
+    file: OutputFile
+    data_offset: int = 0
 
-class _TemplateCache(dict[tuple[DType, Index], _ItemTemplate]):
-    """Items of equal dtype and shape, each laid out once."""
-
-    def __missing__(self, key: tuple[DType, Index]) -> _ItemTemplate:
-        dtype, shape = key
-        box = whole(shape)
-        parts = (Part("", "", shape, box),) if box.volume else ()
-        skeleton = torch_writer.lay_out_object("", Slot(Storage(dtype, box.volume, parts), shape))
-        chunk = skeleton.entries[0].chunks[0] if skeleton.entries else None
-        return self.setdefault(key, _ItemTemplate(skeleton, chunk))
-
-
-_Position = tuple[int, int]  # byte offset, nbytes
+    @classmethod
+    def lay_out(cls, value: Any) -> tuple[_StoredItem, tuple[Entry, ...]]:
+        """Lay out a value; return the entries of its tensors, too."""
+        skeleton = torch_writer.lay_out_object("", value, in_stream=True)
+        (file,) = skeleton.files
+        file = replace(file, literals=tuple(file.literals))  # computed once for all items
+        first = skeleton.entries[0].chunks[0].byte_offset if skeleton.entries else 0
+        return cls(file, first), skeleton.entries
 
 
 @dataclass(slots=True)
 class _DataFile:
-    """One ``.distcp`` file that grows by one item at a time."""
+    """One ``.distcp`` file that grows by one item at a time.
 
-    prefix: str
+    Args:
+        starts: where each item with known bytes begins.
+        items: those items; items of one dtype and shape are one object.
+    """
+
     name: str  # in .metadata
-    templates: _TemplateCache
+    path: str  # below the destination
     at: int = 0
-    literals: list[tuple[int, bytes]] = field(default_factory=list)
-    checksums: list[StoredChecksum] = field(default_factory=list)
-    entries: dict[Key, Entry] = field(default_factory=dict)
-    chunks: dict[Key, list[Chunk]] = field(default_factory=dict)
+    starts: array[int] = field(default_factory=partial(array, "Q"))
+    items: list[_StoredItem] = field(default_factory=list)
 
-    @property
-    def path(self) -> str:
-        """The path below the destination."""
-        return self.prefix + self.name
-
-    def add_block(self, value: Value, box: Box) -> _Position:
-        """Add a block of a tensor."""
-        if value.entry is None:
-            slot = Slot(Storage(value.dtype, box.volume, data=value.data), box.shape)
-            return self._append(torch_writer.lay_out_object(self.path, slot, in_stream=True))
-        template = self.templates[value.dtype, box.shape]
-        start, nbytes = self._append(template.skeleton)
-        if template.chunk is not None:
-            entry, at = value.entry, start + template.chunk.byte_offset
-            chunk = Chunk(box, self.path, at, template.chunk.byte_strides, value.dtype)
-            empty = Entry(entry.fqn, entry.kind, value.dtype, entry.shape, ())
-            self.entries.setdefault(entry.key, empty)
-            self.chunks.setdefault(entry.key, []).append(chunk)
-        return start, nbytes
-
-    def add_object(self, value: Any) -> _Position:
-        """Add a pickled object."""
-        item = torch_writer.lay_out_object(self.path, value, in_stream=True)
-        start, nbytes = self._append(item)
-        for entry in item.entries:
-            moved = (replace(c, byte_offset=c.byte_offset + start) for c in entry.chunks)
-            self.entries.setdefault(entry.key, replace(entry, chunks=()))
-            self.chunks.setdefault(entry.key, []).extend(moved)
-        return start, nbytes
-
-    def add_copy(self, item: Entry) -> _Position:
-        """Add the bytes of an item of the source."""
+    def add(self, item: _StoredItem) -> int:
+        """Add an item at a multiple of its alignment; return where it begins."""
         start = self.at + -self.at % ALIGNMENT
-        chunk = contiguous(self.path, start, item.dtype, whole(item.shape))
-        self.entries[item.key] = replace(item, chunks=())
-        self.chunks[item.key] = [chunk]
-        self.at = start + item.nbytes
-        return start, item.nbytes
+        self.starts.append(start)
+        self.items.append(item)
+        self.at = start + item.file.nbytes
+        return start
+
+    def build(self) -> OutputFile:
+        """Return the file."""
+        literals = _ItemLiterals(self.starts, self.items)
+        return OutputFile(self.path, self.at, literals, _ItemChecksums(self.starts, self.items))
+
+
+@dataclass(frozen=True, slots=True)
+class _ItemLiterals:
+    """The literals of the items of a file."""
+
+    starts: Sequence[int]
+    items: Sequence[_StoredItem]
+
+    def __iter__(self) -> Iterator[tuple[int, bytes]]:
+        end = 0  # of the item before
+        at, known = 0, b""
+        for start, item in zip(self.starts, self.items, strict=True):
+            for offset, data in item.file.literals:
+                # The end of an item and the begin of the next one are written at once.
+                is_next = not offset and at + len(known) == end and start - end < ALIGNMENT
+                if is_next:
+                    known += bytes(start - end) + data
+                    continue
+                if known:
+                    yield at, known
+                at, known = start + offset, data
+            end = start + item.file.nbytes
+        if known:
+            yield at, known
+
+
+@dataclass(frozen=True, slots=True)
+class _ItemChecksums:
+    """The checksums of the items of a file."""
+
+    starts: Sequence[int]
+    items: Sequence[_StoredItem]
+
+    def __iter__(self) -> Iterator[StoredChecksum]:
+        for start, item in zip(self.starts, self.items, strict=True):
+            for offset, nbytes, locations in item.file.checksums:
+                yield StoredChecksum(start + offset, nbytes, tuple(start + at for at in locations))
+
+
+@dataclass(frozen=True, slots=True)
+class _Division:
+    """The blocks of all tensors of one dtype and shape, and their items, by rank."""
+
+    boxes: RankBoxes
+    items: Sequence[_StoredItem]
+    sizes: Sequence[int]
+
+
+class _DataFiles:
+    """The data files of a directory.
+
+    Args:
+        names: those in .metadata.
+        prefix: what comes before them below the destination.
+    """
+
+    def __init__(self, names: Iterable[str], prefix: str) -> None:
+        self._files = [_DataFile(name, prefix + name) for name in names]
+        self._entries: list[Entry] = []
+        self._tensors: list[tuple[Entry, _Division, array[int]]] = []
+        self._divisions: dict[tuple[DType, Index, bool, bytes | None], _Division] = {}
+
+    def add_tensor(self, value: Value) -> _PlacedTensor:
+        """Add the blocks of a tensor, each to the file of a rank."""
+        division = self._divide(value)
+        starts = array("Q", map(_DataFile.add, self._files, division.items))
+        if value.entry is not None and value.numel:
+            self._tensors.append((replace(value.entry, dtype=value.dtype), division, starts))
+        boxes = division.boxes.boxes
+        return _PlacedTensor(value.dtype, value.shape, self._files, boxes, starts, division.sizes)
+
+    def add_copies(self, value: CopiedTensor) -> _PlacedTensor:
+        """Add the blocks of a tensor of the source, with the bytes of their items."""
+        placed = [self.add_copy(item, number) for number, (_, item) in enumerate(value.blocks)]
+        return _PlacedTensor(
+            value.dtype,
+            value.shape,
+            [each.file for each in placed],
+            [box for box, _ in value.blocks],
+            [each.start for each in placed],
+            [each.nbytes for each in placed],
+        )
+
+    def add_copy(self, item: Entry, number: int = 0) -> _PlacedObject:
+        """Add the bytes of an item of the source to one of the files."""
+        file = self._files[number % len(self._files)]
+        start = file.at + -file.at % ALIGNMENT
+        chunk = contiguous(file.path, start, item.dtype, whole(item.shape))
+        self._entries.append(replace(item, chunks=(chunk,)))
+        file.at = start + item.nbytes
+        return _PlacedObject(file, start, item.nbytes)
+
+    def add_object(self, value: Any) -> _PlacedObject:
+        """Add a pickled object."""
+        file = self._files[0]
+        item, entries = _StoredItem.lay_out(value)
+        start = file.add(item)
+        for entry in entries:
+            chunks = (
+                replace(chunk, file=file.path, byte_offset=start + chunk.byte_offset)
+                for chunk in entry.chunks
+            )
+            self._entries.append(replace(entry, chunks=tuple(chunks)))
+        return _PlacedObject(file, start, item.file.nbytes)
 
     def build_skeleton(self) -> Skeleton:
-        """Return the file."""
-        entries = tuple(
-            Entry(e.fqn, e.kind, e.dtype, e.shape, tuple(self.chunks[key]))
-            for key, e in self.entries.items()
-        )
-        file = OutputFile(self.path, self.at, tuple(self.literals))
-        return Skeleton((file,), entries, tuple(self.checksums))
+        """Return the files that have an item, the first ones: a tensor has no gap between ranks."""
+        used = [file for file in self._files if file.at]
+        paths = [file.path for file in used]
+        parts = [Skeleton((), (entry,)) for entry in self._entries]
+        for entry, division, starts in self._tensors:
+            offsets = (item.data_offset for item in division.items)
+            begins = array("Q", map(add, starts, offsets))
+            chunks = RankBlocks(paths, division.boxes, begins, entry.dtype)
+            parts.append(Skeleton((), (replace(entry, chunks=chunks),)))
+        return skeletons.join([Skeleton(tuple(file.build() for file in used), ()), *parts])
 
-    def _append(self, item: Skeleton) -> _Position:
-        """Append an archive at a multiple of its own alignment."""
-        (file,) = item.files
-        start = self.at + -self.at % ALIGNMENT
-        self.literals += skeletons.shift_literals(file, start)
-        self.checksums += skeletons.shift_checksums(item, self.path, start)
-        self.at = start + file.nbytes
-        return start, file.nbytes
+    def _divide(self, value: Value) -> _Division:
+        key = value.dtype, value.shape, value.divided, value.data
+        if key not in self._divisions:
+            boxes = divide(value, len(self._files))
+            by_shape = {
+                shape: self._lay_out_block(value, Box((0,) * len(shape), shape))
+                for shape in dict.fromkeys(box.shape for box in boxes)
+            }
+            items = [by_shape[box.shape] for box in boxes]
+            sizes = [item.file.nbytes for item in items]
+            self._divisions[key] = _Division(RankBoxes(value.shape, boxes), items, sizes)
+        return self._divisions[key]
+
+    @staticmethod
+    def _lay_out_block(value: Value, box: Box) -> _StoredItem:
+        parts = (Part("", "", box.shape, box),) if box.volume and value.data is None else ()
+        storage = Storage(value.dtype, box.volume, parts, value.data)
+        return _StoredItem.lay_out(Slot(storage, box.shape))[0]
 
 
 # .metadata
 
-_Block = tuple[_DataFile, Box, _Position]
-
 
 @dataclass(frozen=True, slots=True)
 class _PlacedTensor:
-    """A tensor, and where its blocks are stored."""
+    """A tensor, and where its blocks are stored.
+
+    Args:
+        files, boxes, starts, sizes: of each block; there may be more files.
+    """
 
     dtype: DType
     shape: Index
-    blocks: Sequence[_Block]
+    files: Sequence[_DataFile]
+    boxes: Sequence[Box]
+    starts: Sequence[int]
+    sizes: Sequence[int]
 
 
 @dataclass(frozen=True, slots=True)
@@ -338,7 +419,8 @@ class _PlacedObject:
     """A pickled object, and where it is stored."""
 
     file: _DataFile
-    position: _Position
+    start: int
+    nbytes: int
 
 
 @dataclass(slots=True)
@@ -351,19 +433,11 @@ class _MetadataBuilder:
     properties: dict[DType, Call] = field(default_factory=dict)
     sizes: dict[Index, Call] = field(default_factory=dict)
 
-    def add_object(self, key: str, file: _DataFile, position: _Position) -> None:
-        """Add a pickled object."""
-        self.leaves[key] = _PlacedObject(file, position)
-
-    def add_tensor(self, key: str, value: Value, blocks: Sequence[_Block]) -> None:
-        """Add a tensor and its blocks."""
-        self.leaves[key] = _PlacedTensor(value.dtype, value.shape, blocks)
-
     def build_pickle(self, where: str) -> bytes:
         """Return the file's content."""
         announced = ((key, self._announce(leaf)) for key, leaf in self.leaves.items())
         count = sum(
-            len(leaf.blocks) if isinstance(leaf, _PlacedTensor) else 1
+            len(leaf.boxes) if isinstance(leaf, _PlacedTensor) else 1
             for leaf in self.leaves.values()
         )
         state = {
@@ -376,7 +450,8 @@ class _MetadataBuilder:
         }
         pickler = Pickler(where)
         pickler.write(UnsharedObject(f"{_METADATA}.Metadata", state))
-        return pickler.finish()
+        pickler.out += b"."
+        return cast("bytes", pickler.out)  # a copy would double the memory
 
     def _announce(self, leaf: _PlacedTensor | _PlacedObject) -> UnsharedObject:
         """Return the metadata of a tensor or an object."""
@@ -387,12 +462,12 @@ class _MetadataBuilder:
                 f"{_METADATA}.ChunkStorageMetadata",
                 {"offsets": self._share_size(box.origin), "sizes": self._share_size(box.shape)},
             )
-            for _, box, _ in leaf.blocks
+            for box in leaf.boxes
         )
         state = {
             "properties": self._share_properties(leaf.dtype),
             "size": self._share_size(leaf.shape),
-            "chunks": UnsharedItems(list, len(leaf.blocks), chunks),
+            "chunks": UnsharedItems(list, len(leaf.boxes), chunks),
         }
         return UnsharedObject(f"{_METADATA}.TensorStorageMetadata", state)
 
@@ -400,14 +475,19 @@ class _MetadataBuilder:
         """Yield the key of each block and object, and where it is stored."""
         for key, leaf in self.leaves.items():
             if isinstance(leaf, _PlacedObject):
-                yield _make_stored({"fqn": key, "index": None}, leaf.file, leaf.position)
+                index: dict[str, Any] = {"fqn": key, "index": None}
+                yield _make_stored(index, leaf.file.name, leaf.start, leaf.nbytes)
                 continue
-            for number, (file, box, position) in enumerate(leaf.blocks):
+            placed = zip(leaf.files, leaf.boxes, leaf.starts, leaf.sizes, strict=False)
+            for number, (file, box, start, nbytes) in enumerate(placed):
                 offset = self._share_size(box.origin)
-                yield _make_stored({"fqn": key, "index": number, "offset": offset}, file, position)
+                index = {"fqn": key, "index": number, "offset": offset}
+                yield _make_stored(index, file.name, start, nbytes)
 
     def _share_size(self, index: Index) -> Call:
-        return self.sizes.setdefault(index, Call("torch.Size", (index,)))
+        if index not in self.sizes:
+            self.sizes[index] = Call("torch.Size", (index,))
+        return self.sizes[index]
 
     def _share_properties(self, dtype: DType) -> Call:
         if dtype not in self.properties:
@@ -419,9 +499,9 @@ class _MetadataBuilder:
 
 
 def _make_stored(
-    index: Mapping[str, Any], file: _DataFile, position: _Position
+    index: Mapping[str, Any], name: str, start: int, nbytes: int
 ) -> tuple[UnsharedObject, UnsharedObject]:
-    info = {"relative_path": file.name, "offset": position[0], "length": position[1]}
+    info = {"relative_path": name, "offset": start, "length": nbytes}
     return (
         UnsharedObject(f"{_METADATA}.MetadataIndex", index),
         UnsharedObject(f"{_DCP}.filesystem._StorageInfo", info),

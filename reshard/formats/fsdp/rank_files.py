@@ -24,6 +24,7 @@ from reshard.containers import skeletons, torch_writer
 from reshard.containers.pickles.canonical import Canonicalizer
 from reshard.core.chunks import find_boxes
 from reshard.core.manifest import Keyed, Skeleton
+from reshard.core.stamps import Stamp
 from reshard.errors import IncompleteError, UsageError
 from reshard.formats.request import Request
 from reshard.formats.trainers.accelerate import lay_out_accelerate_extras
@@ -34,7 +35,7 @@ from reshard.layouts.tensor_parallel import TensorPlan, find_cuts
 from reshard.model import ModelShapes
 from reshard.state_dict import torch_state_dict
 from reshard.state_dict.sections import TRAIN_STATE
-from reshard.state_dict.slots import RankSharder, WholeSlots
+from reshard.state_dict.slots import RankFileLayouts, WholeSlots
 from reshard.state_dict.torch_state_dict import Value
 from reshard.training.state import Weight, WritableState, refuse_non_elementwise_slots
 
@@ -126,23 +127,28 @@ def lay_out_fsdp2(
     if moments is not None:
         _refuse_factored(state)
 
-    def lay_out_rank(rank: int) -> Iterator[Skeleton]:
-        weights: OrderedDict[str, Any] = OrderedDict(values)
-        if whole_weights:
-            whole = WholeSlots()
-            weights = OrderedDict((name, whole(value)) for name, value in values.items())
-        names = naming.format_pair(rank, grid.world)
-        for name, root in assign_files(names, weights, moments).items():
-            stamp = state.stamp(name, rank, grid.world)
-            yield torch_writer.lay_out_object(
-                name, RankSharder(placements, rank).convert(root), stamp=stamp
-            )
-        yield from lay_out_extras(state, request, naming, rank, version=2)
+    weights: OrderedDict[str, Any] = OrderedDict(values)
+    if whole_weights:
+        whole = WholeSlots()
+        weights = OrderedDict((name, whole(value)) for name, value in values.items())
+    pairs = [naming.format_pair(rank, grid.world) for rank in range(grid.world)]
 
-    files = [file for rank in range(grid.world) for file in lay_out_rank(rank)]
+    def stamp(name: str, rank: int) -> Stamp | None:
+        return state.stamp(name, rank, grid.world)
+
+    parts = [
+        RankFileLayouts(root, placements, names, stamp).lay_out()
+        for root, names in zip(
+            assign_files(pairs[0], weights, moments).values(),
+            zip(*pairs, strict=True),
+            strict=False,
+        )
+    ]
+    for rank in range(grid.world):
+        parts += lay_out_extras(state, request, naming, rank, version=2)
     if naming.accelerate and not weights_only:
-        files += lay_out_accelerate_extras(state, grid.world)
-    return skeletons.join(files)
+        parts += lay_out_accelerate_extras(state, grid.world)
+    return skeletons.join(parts)
 
 
 def find_tensor_cuts(

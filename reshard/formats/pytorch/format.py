@@ -29,7 +29,14 @@ _SHARDED = ("dcp", "fsdp", "torchtitan", "verl")  # sources of sharded training 
 def _read(location: Location, hints: ReadHints) -> Manifest:
     from reshard.formats.pytorch import reader
 
-    return reader.read(location, key=hints.key, model=hints.model, wrap=hints.wrap, live=hints.live)
+    return reader.read(
+        location,
+        key=hints.key,
+        model=hints.model,
+        wrap=hints.wrap,
+        live=hints.live,
+        alike=hints.alike,
+    )
 
 
 def _choose_for_lightning(manifest: Manifest) -> str | None:

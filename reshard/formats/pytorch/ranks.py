@@ -6,7 +6,7 @@ import re
 from collections import Counter
 from collections.abc import Container, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +31,7 @@ from reshard.errors import (
 )
 from reshard.formats import huggingface
 from reshard.formats.pytorch.directory import OF_WORLD, RANDOM, is_of_rank, match_rank
-from reshard.state_dict import tree
+from reshard.state_dict import sharded_reader, tree
 from reshard.state_dict.tree import ParsedTree
 from reshard.system.paths import as_path
 from reshard.system.threads import map_files_by_key
@@ -53,23 +53,45 @@ class OpenedRanks:
     trees: Mapping[int, Any]
 
     @classmethod
-    def open(cls, files: Mapping[int, Path], *, alone: bool = False) -> OpenedRanks:
+    def open(
+        cls,
+        files: Mapping[int, Path],
+        *,
+        alone: bool = False,
+        alike: Mapping[str, str] | None = None,
+    ) -> OpenedRanks:
         """Read the headers, in rank order.
 
         Args:
             alone: whether no other files are part of the checkpoint.
+            alike: see `formats.read`; such files share their tree.
 
         Raises:
             CorruptError: a file is damaged.
             StaleError: a file is a copy of another rank's, or of a run with other ranks.
             IncompleteError: the tensors of some rank are missing.
         """
-        cache = PickleCache()
-        opened = map_files_by_key(
-            dict(sorted(files.items())), lambda path: torch_reader.read(path, cache=cache)
-        )
-        _check_savers(opened, alone=alone)
-        return cls(opened, {rank: tree.convert_file(file, rank) for rank, file in opened.items()})
+        cache, found = PickleCache(), dict[str, TorchFile]()
+        savers: dict[str, sharded_reader.Saver | None] = {}
+        shared: dict[str, str] = {}
+
+        def open_file(path: Path) -> TorchFile:
+            file = torch_reader.read(path, cache=cache)
+            savers[file.path] = tree.find_saver(file)
+            first = found.get((alike or {}).get(file.path, ""))
+            if first is not None and _are_alike(file, first):
+                shared[file.path] = first.path
+                return replace(file, root=None, records={})  # thousands of ranks would need memory
+            return found.setdefault(file.path, file)
+
+        opened = map_files_by_key(dict(sorted(files.items())), open_file)
+        _check_savers(opened, savers, alone=alone)
+        trees: dict[str, Any] = {}
+        for rank, file in opened.items():
+            if file.path not in shared:
+                trees[file.path] = tree.convert_file(file, rank)
+        paths = {rank: shared.get(file.path, file.path) for rank, file in opened.items()}
+        return cls(opened, {rank: trees[path] for rank, path in paths.items()})
 
     def select(self, ranks: Container[int]) -> OpenedRanks:
         """Return the files of some ranks."""
@@ -83,7 +105,9 @@ class OpenedRanks:
             CorruptError: the ranks contradict each other.
         """
         opened = list(self.files.values())
-        joined = tree.join_trees([*self.trees.values()], [file.path for file in opened])
+        distinct = {id(root): (root, self.files[rank].path) for rank, root in self.trees.items()}
+        roots, paths = zip(*distinct.values(), strict=True)
+        joined = tree.join_trees(roots, paths)
         return ParsedTree(
             root=joined.root,
             where=str(place),
@@ -92,6 +116,13 @@ class OpenedRanks:
             globals=set().union(*(file.globals for file in opened)),
             differing=joined.differing,
         )
+
+
+def _are_alike(file: TorchFile, other: TorchFile) -> bool:
+    """Return whether two files have equal pickles but for their ranks, and equal positions."""
+    positions = ([record.byte_offset for record in each.records.values()] for each in (file, other))
+    # One set is shared by all files whose pickles `PickleCache` has found to be equal.
+    return file.globals is other.globals and next(positions) == next(positions)
 
 
 def _is_numbered_by_rank(files: Mapping[str, Path]) -> bool:
@@ -238,10 +269,19 @@ def _find_common_part(match: re.Match[str]) -> str:
     return common.strip("_-.") or "rank"
 
 
-def _check_savers(files: Mapping[int, TorchFile], *, alone: bool) -> None:
-    """Check that files are of different ranks of one run, by what their tensors state."""
-    found = {rank: tree.find_saver(file) for rank, file in files.items()}
-    savers = {rank: saver for rank, saver in found.items() if saver is not None}
+def _check_savers(
+    files: Mapping[int, TorchFile],
+    found: Mapping[str, sharded_reader.Saver | None],
+    *,
+    alone: bool,
+) -> None:
+    """Check that files are of different ranks of one run, by what their tensors state.
+
+    Args:
+        found: what the tensors of each path state.
+    """
+    stated = {rank: found[file.path] for rank, file in files.items()}
+    savers = {rank: saver for rank, saver in stated.items() if saver is not None}
     if not savers:
         return
     usual, _ = Counter(saver.world for saver in savers.values()).most_common(1)[0]

@@ -70,6 +70,7 @@ def read(
     model: str | None = None,
     wrap: str | None = None,
     live: ModelShapes | None = None,
+    alike: Mapping[str, str] | None = None,
 ) -> Manifest:
     """Read every part of a checkpoint as one manifest, or one file by itself.
 
@@ -78,6 +79,7 @@ def read(
         model: the user's description of the model (see `model.describe`).
         wrap: how FSDP 1 wrapped that model, or the one of a config beside the checkpoint.
         live: the model of the program that loads the checkpoint, for what the files leave open.
+        alike: see `formats.read`.
 
     Raises:
         IncompleteError: a rank's file is missing.
@@ -97,7 +99,7 @@ def read(
         if folders:
             saved = _read_stage_folders(location, folders, key)
         else:
-            saved, key = _read_stages(location, key, chosen)
+            saved, key = _read_stages(location, key, chosen, alike)
         trainer = beside.read_trainer_state(location)
     first = saved[0][0]
     place = next(iter(folders.values()), location)
@@ -204,7 +206,10 @@ def _read_stage_folders(
 
 
 def _read_stages(
-    location: Location, key: str | None, chosen: str | None
+    location: Location,
+    key: str | None,
+    chosen: str | None,
+    alike: Mapping[str, str] | None = None,
 ) -> tuple[list[Collected], str | None]:
     """Read what each pipeline stage saved, like `_collect_parts`; one tree without a pipeline.
 
@@ -223,7 +228,9 @@ def _read_stages(
     )
     grouped = group_by_family(dict(parts_of_model))
     alone = len(grouped) == 1
-    families = {stem: OpenedRanks.open(files, alone=alone) for stem, files in grouped.items()}
+    families = {
+        stem: OpenedRanks.open(files, alone=alone, alike=alike) for stem, files in grouped.items()
+    }
     refuse_copies(families)
     keyed = f"{key or ''}."
     by_key = next((stem for stem in families if keyed.startswith(f"{stem}.")), None)

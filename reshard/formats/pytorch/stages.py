@@ -27,9 +27,12 @@ def find_stages(families: Iterable[OpenedRanks], key: str | None) -> list[set[in
     names: dict[int, set[str]] = {}
     for family in families:
         if len(family.files) > 1:
+            found: dict[int, Iterable[str]] = {}  # by the id of a tree, which files may share
             for rank, root in family.trees.items():
                 with contextlib.suppress(UnrecognisedError, UsageError):  # no model is in this file
-                    names.setdefault(rank, set()).update(sections.find(root, "", key).model)
+                    if id(root) not in found:
+                        found[id(root)] = sections.find(root, "", key).model
+                    names.setdefault(rank, set()).update(found[id(root)])
     # Ranks with the same names belong to one stage.
     ranks: dict[frozenset[str], set[int]] = {}
     for rank, fqns in names.items():

@@ -98,7 +98,6 @@ def lay_out(
     skeleton = Skeleton(
         latest.files + models.files + optimizers.files + settings,
         models.entries + optimizers.entries,
-        models.checksums + optimizers.checksums,
     )
     return LaidOut(skeleton, (*report.describe_output(spec), *notes))
 

@@ -70,7 +70,6 @@ def lay_out_files(
     return Skeleton(
         latest.files + zero.files + models.files,
         zero.entries + models.entries,
-        zero.checksums + models.checksums,
     )
 
 

@@ -333,7 +333,7 @@ class _Stacks:
                 entries.setdefault(key, replace(entry, dtype=stack.dtype, chunks=()))
                 chunks.setdefault(key, []).extend(_crop(own, entry.shape, stack.row))
         unstacked = tuple(replace(e, chunks=tuple(chunks[key])) for key, e in entries.items())
-        return Skeleton(skeleton.files, unstacked, skeleton.checksums)
+        return Skeleton(skeleton.files, unstacked)
 
 
 def _crop(chunks: Sequence[Chunk], shape: Index, row: int) -> Iterator[Chunk]:
