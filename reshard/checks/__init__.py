@@ -6,6 +6,7 @@ history   the checkpoints of one run, compared with one another
 pairs     which tensors of two checkpoints must be equal
 compare   compares two tensors element by element
 train     compares two training states apart from their tensors: steps, groups, scheduler
+unread    compares the files that no reader used
 trajectory
           compares the logs of two runs step by step; control: wipes the optimizer of a copy
 

@@ -10,7 +10,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from reshard import formats, units
-from reshard.checks import train
+from reshard.checks import train, unread
 from reshard.checks.compare import TensorDifference, Tolerance, find_differences
 from reshard.checks.pairs import COPY, WEIGHT, Paired, PairKey, TensorPair, pair
 from reshard.commands.inspect import Inspection
@@ -211,10 +211,13 @@ def compare(
         shown = ", ".join(paired.unnamed[:LISTED])
         report.notes.append(f"tied weights that only one checkpoint names: {shown}")
     if selection.has_train_state:
-        values = train.find_differences(left, right)
+        values = [*train.find_differences(left, right), *unread.find_differences(left, right)]
+        report.notes += unread.describe_others(left, right)
         report.train = [value for value in values if selection.is_selected(value.name)]
         paired.pairs += (
-            each for each in _pair_own_tensors(left, right) if selection.is_selected(each.fqn)
+            each
+            for each in (*_pair_own_tensors(left, right), *unread.pair_tensors(left, right))
+            if selection.is_selected(each.fqn)
         )
     _compare(paired.pairs, report, tolerance, dtype, options, meter)
     check_unchanged({**left.files, **right.files})

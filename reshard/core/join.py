@@ -176,6 +176,7 @@ MANIFEST: Mapping[str, Combine] = {  # every field except the entries
     "warnings": _each_once,
     "unknown_globals": _sorted,
     "unread": _united,
+    "unread_files": _united,
     "ordered": all,
     "without_frozen": any,
     "keyed": _agreed,

@@ -302,6 +302,7 @@ class Manifest:
         absent: fqns that the checkpoint lists without storing a value.
         unknown_globals: names in pickles that no known framework writes.
         unread: values that this manifest does not represent.
+        unread_files: files of the checkpoint that were not read: name -> path.
         ordered: whether the weights are in the model's order.
         without_frozen: whether the files state that frozen parameters were left out.
         keyed: how the optimizers refer to parameters; None without an optimizer, or if they differ.
@@ -329,6 +330,7 @@ class Manifest:
     warnings: tuple[str, ...] = ()
     unknown_globals: tuple[str, ...] = ()
     unread: Mapping[str, str] = field(default_factory=dict)
+    unread_files: Mapping[str, str] = field(default_factory=dict)
     ordered: bool = field(kw_only=True)
     without_frozen: bool = False
     keyed: Keyed | None = None

@@ -10,6 +10,7 @@ Modules beside the packages of the formats:
     unclear     refusals of paths that are not a checkpoint by themselves, with hints
     run         the choice of a checkpoint in a run directory
     beside      files beside tensors: the trainer's state, its scheduler, random states
+    unread      files of a checkpoint that no reader used
     values      the values of weights that files store as codes and scales
     placeholders
                 weights without elements, which ZeRO 3 leaves in a module
@@ -36,7 +37,7 @@ from reshard.errors import (
     UsageError,
     understood,
 )
-from reshard.formats import placeholders, registry, run, unclear
+from reshard.formats import placeholders, registry, run, unclear, unread
 from reshard.formats.base import ReadHints
 from reshard.formats.pytorch.directory import find_whole
 from reshard.formats.pytorch.ranks import naming_lost_files
@@ -198,14 +199,20 @@ def _read_at(location: Location, name: str, hints: ReadHints) -> Manifest:
         )
     manifest = registry.read(location, name, hints)
     notes = [f"--{hint} was ignored: it does not apply to {name} checkpoints" for hint in ignored]
-    notes += unclear.describe_unread(location)
+    left = unread.find(location, manifest)
+    notes += unread.describe(left)
     # A checkpoint with an optimizer may itself be in a numbered folder (DeepSpeed, Megatron).
     below = (
         "" if manifest.has_optimizer else unclear.find_checkpoint_below(location, manifest.files)
     )
     if below:
         notes.append(f"{below} is a checkpoint of the run, and was not read: pass it for its state")
-    return replace(manifest, checkpoint_below=below, warnings=(*manifest.warnings, *notes))
+    return replace(
+        manifest,
+        checkpoint_below=below,
+        unread_files=left,
+        warnings=(*manifest.warnings, *notes),
+    )
 
 
 def _read_run(location: Location, hints: ReadHints) -> Manifest:

@@ -15,7 +15,7 @@ from reshard.containers.pickles import trust
 from reshard.containers.pickles.objects import SCHEDULER
 from reshard.containers.torch_detect import is_torch_file
 from reshard.core.location import Location, note_outside
-from reshard.core.manifest import Manifest
+from reshard.core.manifest import Manifest, TrainState
 from reshard.errors import CorruptError, UnsupportedError, UsageError
 from reshard.model import ModelHint, ModelShapes
 from reshard.state_dict import tree
@@ -71,6 +71,12 @@ def add_companions(manifest: Manifest, location: Location) -> Manifest:
         number = int(engine[1] or 0) if engine else 0
         return choose_scheduler(add_kept_files(extended, near), number, models)
     return manifest
+
+
+def is_read(name: str, train: TrainState) -> bool:
+    """Return whether a file of HF Trainer or Accelerate is one whose content a state has."""
+    kind = "rng" if _RANDOM.fullmatch(name) else _COMPANIONS.get(name)
+    return kind is not None and getattr(train, kind) is not None
 
 
 def choose_scheduler(manifest: Manifest, number: int, models: int) -> Manifest:

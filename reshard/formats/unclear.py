@@ -28,10 +28,6 @@ _MODEL = re.compile(
 _LEVELS = 3  # of directories below the given one, in which a run is looked for
 _SEARCHED = 100  # directories of one level: more of them are not runs
 _TRAINER_STATE = re.compile(r"train(er|ing)?[-_]states?\.(bin|pth?)")  # SkyRL's, for example
-_OF_RANKS = ("dataloader", "rng_state", "rng")  # of prime-rl, LLaMA-Factory and NeMo Automodel
-# XTuner keeps these beside the folder of the weights, the first as files of torch without a suffix.
-_OF_XTUNER = re.compile(r"lr_scheduler|dataloader|train_state\.json|trainer_config\.(json|bin)")
-_COPY = "hf_model"  # the folder of LLaMA-Factory's second copy of the weights (``save_ckpt_as_hf``)
 _AXES = {  # Megatron's arguments; the second is the name before Megatron-LM 2.5
     "tensor_model_parallel_size": "tp",
     "model_parallel_size": "tp",
@@ -195,24 +191,6 @@ def find_checkpoint_below(location: Location, read: Iterable[str]) -> str:
     if newest is None or any(newest.path in as_path(file).parents for file in read):
         return ""
     return str(newest.path) if _is_run(newest) else ""
-
-
-def describe_unread(location: Location) -> list[str]:
-    """Return a note on the loose files in and beside the folder of a checkpoint, and on a copy."""
-    if location.chosen:
-        return []
-    paths = []
-    if location.name in run.PARTS:
-        above = location.get_parent()
-        paths += [above.files[name] for name in _find_parts_beside(above)]
-        paths += [path for name, path in above.files.items() if _OF_XTUNER.fullmatch(name)]
-    for name in _OF_RANKS:
-        if name in location.folders:
-            paths += find_torch_files(location.folders[name]).values()
-    if _COPY in location.folders:
-        paths.append(location.folders[_COPY].path)
-    files = some([str(path) for path in paths])
-    return [f"{files}: not read, and not part of the output"] if paths else []
 
 
 def refuse_beside_runs(location: Location) -> None:

@@ -343,6 +343,11 @@ def _sort_one(parts: Sections, path: Path, value: Any) -> None:
         parts.accumulated = value["step"]
         parts.rng = {name: state for name, state in value.items() if name != "step"} or None
     elif kind in ("scheduler", "scaler", "rng") and value and getattr(parts, kind) is None:
+        while kind == "scheduler" and isinstance(value, dict) and len(value) == 1:
+            (key,) = value  # slime saves {"lr_scheduler_state": {"lr_scheduler": ...}}
+            if _classify((key,)) != kind or not isinstance(value[key], dict):
+                break
+            value = value[key]
         setattr(parts, kind, value)  # only the outermost: an inner one is the script's own
     else:
         own = path[1:] if path[0] == TRAIN_STATE and len(path) > 1 else path

@@ -110,6 +110,12 @@ def is_model_config(path: Path) -> bool:
     return bool({"model_type", "architectures"} & read_json_object(path).keys())
 
 
+def is_companion(name: str) -> bool:
+    """Return whether a file completes a model directory or states its progress, by its name."""
+    own = ("config.json", ADAPTER_CONFIG, _PROGRESS, BATCH_BEFORE)
+    return name in own or _COMPANIONS.fullmatch(name) is not None
+
+
 def _is_model_file(name: str, config: Mapping[str, Any]) -> bool:
     """Return whether a file beside config.json is part of the model; code if auto_map names it."""
     if name.endswith(".py"):

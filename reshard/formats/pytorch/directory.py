@@ -18,6 +18,7 @@ from reshard.formats.dcp import directory as dcp
 NAME = "torch"
 FILE = "checkpoint.pt"  # that `split --to torch` writes into a directory
 _FOLDER = re.compile(r"(pytorch_)?(model|optim(izer)?s?)(_fsdp)?(_\d+)?")
+_SCHEDULER_FOLDER = re.compile(r"(lr_)?scheduler")  # slime's and miles', beside those of DCP
 # NeMo RL 0.4 ``native_checkpoint.py``; elsewhere, a folder ``weights`` is a whole checkpoint.
 _WEIGHTS, _OPTIMIZER = "weights", "optimizer"
 # Inside of them, NeMo RL 0.5 has folders of NeMo Automodel (``automodel/checkpoint.py``).
@@ -109,7 +110,13 @@ def find_dcp_parts(location: Location) -> dict[str, Location]:
         and (place := folder if _is_of_dcp(folder) else folder.folders.get(inner))
         and _is_of_dcp(place)
     }
-    return parts | pair if len(pair) == len(_INNER) else parts
+    found = parts | pair if len(pair) == len(_INNER) else parts
+    schedulers = {
+        name: folder
+        for name, folder in location.folders.items()
+        if found and _SCHEDULER_FOLDER.fullmatch(name) and _is_of_dcp(folder)
+    }
+    return found | schedulers
 
 
 def is_optimizer_folder(name: str) -> bool:

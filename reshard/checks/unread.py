@@ -1,0 +1,145 @@
+"""Compare the files of two checkpoints that no reader used, as far as their contents show."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Iterator, Mapping
+from pathlib import PurePosixPath
+from typing import Any
+
+from reshard.checks.pairs import TensorPair
+from reshard.checks.train import StateDifference
+from reshard.containers import torch_reader
+from reshard.containers.json_files import read_json
+from reshard.containers.torch_detect import SUFFIXES, is_torch_file
+from reshard.core.location import Location
+from reshard.core.manifest import Entry, Manifest
+from reshard.errors import ReshardError
+from reshard.formats.dcp import reader
+from reshard.formats.dcp.directory import METADATA
+from reshard.formats.unread import group
+from reshard.state_dict import tree
+from reshard.state_dict.plain_values import to_plain
+from reshard.system.files import SourceFiles, get_size
+from reshard.system.paths import as_path
+from reshard.training.copied_files import TENSOR
+
+_BLOCK = 1 << 22
+_STATE = (*SUFFIXES, ".distcp", ".safetensors", ".npy", ".npz")  # files that can hold a state
+# Copies of the weights beside a training state, which no framework resumes from.
+_COPY = re.compile(
+    r"(?:(?:pytorch_|adapter_)?model(?:-\d+-of-\d+)?\.(?:safetensors|bin)|sharded/.*|huggingface/.*)"
+)
+
+
+def find_differences(a: Manifest, b: Manifest) -> Iterator[StateDifference]:
+    """Yield the files that differ, and those with states that one side alone has."""
+    one, two = dict(a.unread_files), dict(b.unread_files)
+    for folder in _list_shared_folders(a, b):
+        # The files of DCP differ although the states are equal: it divides them over other ranks.
+        left, right = (to_plain(_read_folder(files, folder)) for files in (one, two))
+        yield from _compare(f"{folder}/", left, right)
+        one, two = (
+            {name: path for name, path in files.items() if _get_folder(name) != folder}
+            for files in (one, two)
+        )
+    for name in one.keys() & two.keys():
+        if not _are_equal(one[name], two[name]):
+            yield from _compare(name, _read(one[name]), _read(two[name]))
+    for files, others, is_first in ((one, two, True), (two, one, False)):
+        only = (name for name in files if name not in others)
+        for name in group(filter(_has_state, only)):
+            yield StateDifference(name, *(("stored", None) if is_first else (None, "stored")))
+
+
+def pair_tensors(a: Manifest, b: Manifest) -> Iterator[TensorPair]:
+    """Yield the tensors in the DCP folders of both sides, paired by name."""
+    for folder in _list_shared_folders(a, b):
+        one, two = (
+            dict(_list_tensors(_read_folder(each.unread_files, folder), folder)) for each in (a, b)
+        )
+        for name in one.keys() & two.keys():
+            yield TensorPair(TENSOR, name, one[name], two[name])
+
+
+def _list_tensors(node: Any, name: str) -> Iterator[tuple[str, Entry]]:
+    if isinstance(node, (dict, list, tuple)):
+        items = node.items() if isinstance(node, dict) else enumerate(node)
+        for key, value in items:
+            yield from _list_tensors(value, f"{name}/{key}")
+    elif (tensor := tree.as_global(node)) is not None:
+        yield name, Entry(name, TENSOR, tensor.dtype, tensor.shape, tuple(tensor.chunks))
+
+
+def describe_others(a: Manifest, b: Manifest) -> Iterator[str]:
+    """Yield a note for each side that alone has unread files without states."""
+    for side, files, others in (
+        ("A", a.unread_files, b.unread_files),
+        ("B", b.unread_files, a.unread_files),
+    ):
+        only = [name for name in files if name not in others and not _has_state(name)]
+        if only:
+            yield f"only {side} has these files, which were not read: {', '.join(group(only))}"
+
+
+def _has_state(name: str) -> bool:
+    """Return whether a file may hold a part of the training state, by its name."""
+    return name.endswith(_STATE) and _COPY.fullmatch(name) is None
+
+
+def _get_folder(name: str) -> str:
+    return str(PurePosixPath(name).parent)
+
+
+def _list_shared_folders(a: Manifest, b: Manifest) -> list[str]:
+    """Return the folders in which both checkpoints have a state of DCP."""
+    one, two = (
+        {_get_folder(name) for name in each.unread_files if PurePosixPath(name).name == METADATA}
+        for each in (a, b)
+    )
+    return sorted(one & two)
+
+
+def _read_folder(files: Mapping[str, str], folder: str) -> Any:
+    path = as_path(files[f"{folder}/{METADATA}"]).parent
+    return reader.read(Location([path], inner=True)).root
+
+
+def _compare(name: str, a: Any, b: Any) -> Iterator[StateDifference]:
+    if a != b:
+        yield StateDifference(name, a, b)
+
+
+def _read(path: str) -> Any:
+    """Return what a file contains, to be compared and shown: values, or its size."""
+    try:
+        if path.endswith(".json"):
+            return read_json(as_path(path))
+        if is_torch_file(as_path(path)):
+            file = torch_reader.read(as_path(path))
+            stored = [each for each in file.source().records if "/data/" in each.name]
+            sums = [(each.nbytes, each.crc32) for each in stored]
+            return {"values": to_plain(tree.convert_file(file)), "checksums of tensors": sums}
+    except ReshardError as error:  # a file that is not read may have any content
+        return error.problem
+    return f"{get_size(path)} bytes, SHA-256 {_hash(path)}"
+
+
+def _hash(path: str) -> str:
+    digest, size = hashlib.sha256(), get_size(path)
+    with SourceFiles() as pool:
+        for start in range(0, size, _BLOCK):
+            digest.update(pool.read(path, start, min(_BLOCK, size - start)))
+    return digest.hexdigest()
+
+
+def _are_equal(a: str, b: str) -> bool:
+    """Return whether two files have the same bytes."""
+    size = get_size(a)
+    if size != get_size(b):
+        return False
+    with SourceFiles() as pool:
+        starts = range(0, size, _BLOCK)
+        spans = ((start, min(_BLOCK, size - start)) for start in starts)
+        return all(pool.read(a, *span) == pool.read(b, *span) for span in spans)

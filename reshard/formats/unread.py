@@ -1,0 +1,138 @@
+"""Find the files of a checkpoint that no reader used, so that each is reported and compared.
+
+The files of a checkpoint are those of its directory, and of the directory above if it is a part of
+a checkpoint: verl's ``actor``, OLMo-core's ``model_and_optim``, DeepSpeed's tag in a checkpoint of
+HF Trainer or Accelerate.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import PurePosixPath
+
+from reshard.core.location import Location, get_directory
+from reshard.core.manifest import Manifest
+from reshard.formats import beside, run
+from reshard.system.paths import as_path, is_remote
+from reshard.training.companion_files import CONFIG_FOLDERS, is_companion
+from reshard.units import counted, some
+
+_DEPTH = 3  # folders below that of the checkpoint
+_LISTED = 6
+# What programs write beside a checkpoint that is no part of a training state: logs, descriptions,
+# settings that only their authors read, pointers to the newest checkpoint, DeepSpeed's script.
+_NO_STATE = re.compile(
+    r"events\.out\.tfevents.*|latest.*|last_checkpoint|training_args\.bin|zero_to_fp32\.py"
+    r"|\.git.*|\.DS_Store|\.lock|.*\.(md|txt|log|out|err|html?|png|jpe?g|gif|svg|pdf|csv|tsv|py"
+    r"|sh|ipynb|lock|tmp|partial|ya?ml|toml|ini|cfg)|LICENSE.*|README.*|.*\.index\.json"
+    r"|.*\.metadata|metadata\.json|fsdp_config\.json|\.ready"
+)
+_NO_STATE_FOLDER = re.compile(
+    r"logs?|runs|wandb|tensorboard|lightning_logs|mlruns|configs?|code|\..*|__pycache__|.*\.partial"
+)
+
+
+def find(location: Location, manifest: Manifest) -> dict[str, str]:
+    """Return the files that were not read: name, relative to its level -> path.
+
+    Args:
+        location: where the checkpoint was read; of a file that the user chose, none are returned.
+    """
+    if location.chosen:
+        return {}
+    train = manifest.train
+    known = (*manifest.files, *train.rng_files, *train.kept_files.values())
+    used = {*known, *train.hook_files.values()}
+    found: dict[str, str] = {}
+    for level, below in _list_levels(location, manifest):
+        for name, path in level.files.items():
+            if str(path) not in used and not _is_known(name, manifest):
+                found.setdefault(name, str(path))
+        for name, folder in level.folders.items():
+            if name != below and not _is_passed_over(name):
+                files = dict(_walk(folder, name, _DEPTH))
+                if used.isdisjoint(files.values()):
+                    found |= {name: path for name, path in files.items() if name not in found}
+    told = _list_told(manifest.warnings)
+    return {
+        name: path
+        for name, path in found.items()
+        if not told.intersection(_list_spellings(name)) and _has_content(path)
+    }
+
+
+def describe(unread: Mapping[str, str]) -> list[str]:
+    """Return a note on files that were not read, with one name for all files of a folder."""
+    if not unread:
+        return []
+    return [f"{some(group(unread), _LISTED)}: not read, and not part of the output"]
+
+
+def group(names: Iterable[str]) -> list[str]:
+    """Return the names of files; those of several files in a folder are counted."""
+    by_top: dict[str, list[str]] = defaultdict(list)
+    for name in names:
+        by_top[name.partition("/")[0]].append(name)
+    return [
+        below[0] if len(below) == 1 else f"{top}/ ({counted(len(below), 'file')})"
+        for top, below in by_top.items()
+    ]
+
+
+def _list_spellings(name: str) -> Iterator[str]:
+    """Yield what a reader may call a file: its name or folder, also without suffix or rank."""
+    top = name.partition("/")[0]
+    yield top
+    yield PurePosixPath(top).stem
+    yield re.sub(r"[-_.]?rank[-_]?\d+$", "", PurePosixPath(top).stem)
+
+
+def _list_told(warnings: Iterable[str]) -> set[str]:
+    """Return the names of files, with or without suffix, that a reader said not to have read."""
+    texts = [text for text in warnings if "not read" in text]
+    return {word for text in texts for word in re.split(r"[,:\s]+", text)}
+
+
+def _list_levels(location: Location, manifest: Manifest) -> Iterator[tuple[Location, str]]:
+    """Yield the directory of the checkpoint, and that above, each with its folder that was read."""
+    origin = get_directory(manifest.origin.path)
+    level = location if origin in location.directories else Location([origin], inner=True)
+    yield level, ""
+    above = level.get_parent()
+    if level.name in run.PARTS or _is_of_trainer(above):
+        yield above, level.name
+
+
+def _is_of_trainer(location: Location) -> bool:
+    """Return whether HF Trainer or Accelerate saved a checkpoint into a directory."""
+    return beside.TRAINER_STATE in location.files or bool(beside.list_random_files(location))
+
+
+def _is_known(name: str, manifest: Manifest) -> bool:
+    """Return whether a file is no part of the state, or one that is read without being listed."""
+    if _NO_STATE.fullmatch(name) or is_companion(name):
+        return True
+    return beside.is_read(name, manifest.train)
+
+
+def _is_passed_over(folder: str) -> bool:
+    """Return whether a folder is another checkpoint of the run, or holds no state by its name."""
+    return run.parse_number(folder) is not None or bool(_NO_STATE_FOLDER.fullmatch(folder))
+
+
+def _walk(folder: Location, name: str, depth: int) -> Iterator[tuple[str, str]]:
+    """Yield the files in a folder and in those below it, except copies of a model's config."""
+    is_config = any(name in (each, each.partition("/")[0]) for each in CONFIG_FOLDERS)
+    for inner, path in folder.files.items():
+        if not (is_config and (is_companion(inner) or _NO_STATE.fullmatch(inner))):
+            yield f"{name}/{inner}", str(path)
+    if depth > 1 and not is_remote(str(folder)):
+        for inner, below in folder.folders.items():
+            yield from _walk(below, f"{name}/{inner}", depth - 1)
+
+
+def _has_content(path: str) -> bool:
+    """Return whether a file has any bytes: DCP opens one for a rank without anything to write."""
+    return is_remote(path) or as_path(path).stat().st_size > 0

@@ -1,0 +1,109 @@
+"""Files of a checkpoint that no reader uses: reported by every command, and compared."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from safetensors.torch import save_file
+from torch.distributed.checkpoint.state_dict import get_state_dict
+
+import reshard
+
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is")
+
+
+def save_slime(path, last_epoch=2, average=1.0):
+    """Save as slime and miles: a folder of DCP for each part, numbers in a document."""
+    torch.manual_seed(0)
+    model = torch.nn.Linear(4, 3)
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.ones(4)).sum().backward()
+    optimizer.step()
+    weights, states = get_state_dict(model, optimizer)
+    dcp.save(weights, checkpoint_id=path / "model")
+    dcp.save(states, checkpoint_id=path / "optimizer")
+    scheduler = {"lr_scheduler_state": {"lr_scheduler": {"last_epoch": last_epoch}}}
+    dcp.save(scheduler, checkpoint_id=path / "lr_scheduler")
+    dcp.save({"ema": {"w": torch.full((3,), average)}}, checkpoint_id=path / "ema")
+    (path / "meta.json").write_text(json.dumps({"iteration": 5}))
+    (path / "events.out.tfevents.1").write_text("log")
+    return path
+
+
+def save_olmo(path, step=3):
+    """Save as OLMo-core's Checkpointer: DCP below the directory, the trainer beside it."""
+    dcp.save({"model": {"w": torch.ones(4)}}, checkpoint_id=path / "model_and_optim")
+    (path / "train").mkdir()
+    torch.save({"global_step": step}, path / "train/rank0.pt")
+    (path / ".metadata.json").write_text("{}")
+    return path
+
+
+def save_sentences(path):
+    save_file({"w": torch.ones(4)}, path / "model.safetensors")
+    for folder in ("1_Pooling", "2_Dense"):
+        (path / folder).mkdir()
+        (path / folder / "config.json").write_text("{}")
+    save_file({"linear.weight": torch.ones(2)}, path / "2_Dense/model.safetensors")
+    (path / "modules.json").write_text("[]")
+    return path
+
+
+@pytest.mark.parametrize(
+    ("save", "listed"),
+    [
+        (save_slime, ["ema/ (2 files)", "meta.json"]),
+        (save_olmo, ["train/rank0.pt"]),
+        (save_sentences, ["1_Pooling/config.json", "2_Dense/ (2 files)", "modules.json"]),
+    ],
+)
+def test_every_command_lists_the_files_that_were_not_read(tmp_path, save, listed):
+    source = tmp_path / "source"
+    source.mkdir()
+    save(source)
+    split = {"to": "torch", "world_size": 1, "init_optimizer": "none"}
+    reports = [
+        reshard.inspect(source),
+        reshard.verify(source),
+        reshard.merge(source, tmp_path / "model.safetensors"),
+        reshard.split(source, tmp_path / "out", **split),
+    ]
+    for report in reports:
+        (line,) = (line for line in report.lines() if "not part of the output" in line)
+        assert all(name in line for name in listed)
+        assert "events" not in line
+
+
+def test_a_split_carries_a_scheduler_of_dcp(tmp_path):
+    source = save_slime(tmp_path / "source")
+    reshard.split(source, tmp_path / "out", to="torch", world_size=1)
+    assert reshard.inspect(source).manifest.train.scheduler == {"last_epoch": 2}
+    assert torch.load(tmp_path / "out/checkpoint.pt")["scheduler"] == {"last_epoch": 2}
+
+
+@pytest.mark.parametrize(
+    ("changed", "name"),
+    [({"last_epoch": 3}, "scheduler"), ({"average": 2.0}, "ema/ema/w")],
+)
+def test_a_diff_compares_folders_of_dcp(tmp_path, changed, name):
+    one, two = save_slime(tmp_path / "one"), save_slime(tmp_path / "two")
+    assert reshard.diff(one, two).same
+    report = reshard.diff(one, save_slime(tmp_path / "three", **changed))
+    assert [*(v.name for v in report.train), *(each.fqn for each in report.unequal)] == [name]
+    assert reshard.diff(two, one).same
+
+
+def test_a_diff_compares_files_and_names_those_of_one_side(tmp_path):
+    one, two = save_olmo(tmp_path / "one"), save_olmo(tmp_path / "two")
+    assert reshard.diff(one, two).same
+    (two / "train/rank0.pt").unlink()
+    torch.save({"global_step": 4}, two / "train/rank0.pt")
+    (value,) = reshard.diff(one, two).train
+    assert value.name == "train/rank0.pt"
+    reshard.split(one, tmp_path / "out", to="dcp", world_size=1, init_optimizer="none")
+    report = reshard.diff(one, tmp_path / "out")
+    assert [value.name for value in report.train] == ["train/rank0.pt"]
+    assert any(".metadata.json" in note for note in report.notes)
