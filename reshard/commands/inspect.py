@@ -205,7 +205,8 @@ class Inspection(Report):
         )
         yield format_row("optimizer", _describe_optimizer(manifest))
         yield format_row("values", describe_leaves(count_leaves(manifest)))
-        yield format_row("complete", f"yes, {files} of all ranks, every element once")
+        what = f"agree: {files} of all ranks, no gap and no overlap (values are not read)"
+        yield format_row("headers", what)
 
     def _list_names(self) -> Iterator[LabelledLine]:
         for alias, kept in list(self.manifest.tied.items())[:_SHOWN]:

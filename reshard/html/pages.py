@@ -31,7 +31,7 @@ def build_inspect_page(document: Document, manifest: Manifest) -> Page:
     return Page(
         "inspect",
         document["path"],
-        f"complete: {units.counted(document['files'], 'file')} of all ranks, every element once",
+        f"headers agree: {units.counted(document['files'], 'file')} of all ranks",
         "good",
         facts=(
             build_checkpoint_panel("Checkpoint", document),

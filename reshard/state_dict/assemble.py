@@ -56,6 +56,7 @@ from reshard.state_dict.tree import (
     is_tensor,
 )
 from reshard.system.files import SourceFiles
+from reshard.training.optimizers import SETTINGS
 from reshard.units import some
 
 ANOTHER = "another state dict"  # of a model that is not read, in `Manifest.unread`
@@ -259,12 +260,23 @@ def _refuse_mixed(parsed: ParsedTree) -> None:
     for path in parsed.differing:
         if not path:
             raise CorruptError(parsed.where, "the ranks' files have different contents", MIXED)
-        if _COUNTER.fullmatch(str(path[-1])) and not any(sections.RNG.search(str(p)) for p in path):
+        is_counter = _COUNTER.fullmatch(str(path[-1])) is not None
+        is_random = any(sections.RNG.search(str(part)) for part in path)
+        if (is_counter and not is_random) or _is_setting(path):
             raise CorruptError(
                 parsed.where,
                 f"the values at {format_path(path)!r} differ between the ranks' files",
                 MIXED,
             )
+
+
+def _is_setting(path: Sequence[Any]) -> bool:
+    """Return whether a path is that of a setting of a param group, equal on all ranks.
+
+    Other numbers may be those that a rank's optimizer computes from its own part.
+    """
+    names = [name for part in path for name in str(part).split(".")]
+    return "param_groups" in names and not SETTINGS.isdisjoint(names)
 
 
 def _resolve_model(

@@ -157,6 +157,13 @@ ROWS = (
 # bitsandbytes 0.50 ``optim/optimizer.py``: every ``Optimizer2State`` has a mean of squares in
 # ``state2``, in float32 or as codes: the scales of all codes are largest magnitudes.
 _OF_BITSANDBYTES = ("state2", "absmax1", "absmax2", "qmap2")
+# Numbers in a param group that a script or a schedule sets, so that all ranks have the same.
+SETTINGS = frozenset(
+    """
+    lr initial_lr max_lr min_lr swa_lr betas beta1 beta2 beta3 eps weight_decay momentum dampening
+    base_momentum max_momentum alpha rho lambd t0 lr_decay weight_lr_power d0 d_coef growth_rate
+    """.split()
+)
 NEVER_NEGATIVE = frozenset(
     [
         *(name for row in ROWS for name in row.never_negative),

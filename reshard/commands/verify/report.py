@@ -99,4 +99,5 @@ class VerifyReport(Report):
             return f"FAILED {', '.join(failed)}"
         warned = sum(check.status == result.WARNED for check in self.checks)
         warnings = f", {counted(warned, 'warning')}" if warned else ""
-        return f"passed the {self.mode} checks{warnings}"
+        agree = ", headers agree" if self.mode == "quick" else ""
+        return f"passed the {self.mode} checks{agree}{warnings}"

@@ -17,6 +17,7 @@ from reshard.core.manifest import (
     BUFFER,
     MASTER,
     PARAM,
+    Claim,
     Entry,
     Manifest,
     Origin,
@@ -26,7 +27,7 @@ from reshard.core.manifest import (
     find_most_common_dtype,
     index_entries,
 )
-from reshard.errors import MIXED, CorruptError, IncompleteError, UnsupportedError
+from reshard.errors import MIXED, CorruptError, IncompleteError, UnsupportedError, shown
 from reshard.formats.deepspeed import stage0, stage3, stage12, swap
 from reshard.formats.deepspeed.directory import RankFiles
 from reshard.formats.deepspeed.experts.layout import list_expert_data_ranks
@@ -67,6 +68,13 @@ _SETTINGS = """
     train_batch_size train_micro_batch_size_per_gpu gradient_accumulation_steps gradient_clipping
     optimizer scheduler fp16 bf16
 """.split()
+
+# What every rank states alike (DeepSpeed 0.19.8 ``engine.py``, ``stage_1_and_2.py``).
+_OF_EVERY_MODEL = """
+    global_steps skipped_steps global_samples dp_world_size mp_world_size ds_version param_shapes
+    frozen_param_shapes buffer_names lr_scheduler
+""".split()
+_OF_EVERY_OPTIMIZER = ("zero_stage", "clip_grad", "dynamic_loss_scale", "overflow")
 
 # The content of DeepSpeed's padding, as every real checkpoint that was tried shows it. Stages 1
 # and 2 (0.19.8 ``stage_1_and_2.py``, ``flatten_dense_tensors_aligned``) fill it with zeros; its
@@ -171,8 +179,8 @@ def _is_weights_only(first: ModelStates) -> bool:
 def _check_models(models: Sequence[ModelStates]) -> None:
     # Compare what the files themselves state: `autoep` adds all ranks' experts to the first's list.
     stated = [ModelStates(model.file, model.file.root) for model in select_distinct(models)]
-    for key in ("global_steps", "dp_world_size", "ds_version", "param_shapes"):
-        require_equal(key, {model.file.path: model.root.get(key) for model in stated})
+    for key in _OF_EVERY_MODEL:
+        require_equal(key, {model.file.path: to_plain(model.root.get(key)) for model in stated})
     first = stated[0]
     for model in stated[1:]:
         # Equal dicts may list their names in another order, which is that of the flat tensors.
@@ -206,6 +214,8 @@ def _check_ranks(ranks: Sequence[OptimizerStates], first: ModelStates, world_siz
     versions |= read_by_file(ranks, lambda rank: rank.ds_version)  # empty in old optimizer states
     require_equal("ds_version", {p: v for p, v in versions.items() if v} or versions)
     require_equal("the loss scaler", read_by_file(ranks, lambda rank: read_scaler(rank.root)))
+    for key in _OF_EVERY_OPTIMIZER:
+        require_equal(key, {rank.file.path: rank.root.get(key) for rank in ranks})
 
 
 def _list_numbers(numbers: Iterable[int]) -> str:
@@ -325,6 +335,9 @@ def _read_optimizer(
             ranks[0].file.path,
             f"optimizer states of an unknown structure: {', '.join(sorted(map(str, root)))}",
         )
+    for rank in select_distinct(ranks):
+        other = tuple(_find_other_settings(rank, first.config))
+        claims[rank.file.path] = (*claims.get(rank.file.path, ()), *other)
     param_groups, steps = read_param_groups(ranks, shapes), read_steps(ranks, shapes)
     train = read_train_state(first, groups=param_groups, steps=steps, optimizer_root=root)
     unread = list(_iterate_unread(ranks, shapes, entries))
@@ -346,6 +359,22 @@ def _read_optimizer(
         )
         unnamed = UnnamedOptimizer(reason, advice="save after the first update")
     return OptimizerContent(stage, entries, train, warnings, claims, unnamed)
+
+
+def _find_other_settings(rank: OptimizerStates, config: Mapping[str, Any]) -> Iterator[Claim]:
+    """Yield a claim for each setting of an optimizer's file that does not follow from the others.
+
+    ``ds_config`` and the loss scaler state the same; a script may set another clipping at run time.
+    """
+    expected = {
+        "zero_stage": get_zero_section(config).get("stage"),
+        "clip_grad": config.get("gradient_clipping"),
+        "dynamic_loss_scale": (read_scaler(rank.root) or {}).get("dynamic"),
+    }
+    for key, value in expected.items():
+        stated = rank.root.get(key)
+        if isinstance(value, (int, float)) and stated is not None and stated != value:
+            yield Claim(key, shown(stated), "the optimizer", shown(value))
 
 
 def _has_codes(rank: OptimizerStates, groups: int) -> bool:
@@ -406,7 +435,7 @@ def _read_module(
     """
     entries = list(models[0].iterate_whole_tensors(tied))
     if not sharded:
-        return entries
+        return [_add_frozen_copy(models[0], entry) for entry in entries]
     buffers, declared = [], models[0].declared_names
     for each in entries:
         is_other = each.fqn not in declared and each.numel > 0
@@ -416,6 +445,28 @@ def _read_module(
             chunks = tuple(tensor.chunk for tensor in copies if tensor is not None)
             buffers.append(replace(entry, chunks=chunks))
     return buffers + list(stage3.read_frozen(models))
+
+
+def _add_frozen_copy(model: ModelStates, entry: Entry) -> Entry:
+    """Return a frozen parameter with its second copy, which the file of stage 2 has, as a replica.
+
+    DeepSpeed 0.19.8 ``engine.py`` (``_get_zero_frozen_param_attributes``): usually one storage.
+    """
+    fragment = model.get_section("frozen_param_fragments").get(entry.fqn)
+    shape = model.get_section("frozen_param_shapes").get(entry.fqn, entry.shape)
+    held = model.find_tensor(entry.fqn)
+    stated = {"frozen_param_shapes": tuple(shape)}
+    if isinstance(fragment, Tensor) and held is not None and fragment.place != held.place:
+        entry = replace(entry, chunks=(*entry.chunks, fragment.chunk))
+        stated["frozen_param_fragments"] = fragment.shape
+    for key, other in stated.items():
+        if other != entry.shape:
+            raise CorruptError(
+                model.file.path,
+                f"{key} has {list(other)} for {entry.fqn!r}, but the module {list(entry.shape)}",
+                MIXED,
+            )
+    return entry
 
 
 def _drop_older_masters(optimizer: OptimizerContent, module: Collection[str]) -> list[Entry]:

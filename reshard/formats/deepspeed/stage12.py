@@ -155,6 +155,7 @@ class FlatGroup:
         self.tails = self._read_tails()
         self.piece_numel = self._find_piece_numel()
         self._check_tail()
+        self._check_stated_tails()
 
     def _read_tails(self) -> list[int]:
         """Return each rank's padding at the end, in elements.
@@ -233,6 +234,30 @@ class FlatGroup:
                 MIXED,
             )
 
+    def _check_stated_tails(self) -> None:
+        """Check that each rank states the padding that follows from the parameters.
+
+        DeepSpeed up to 0.15.4 books the whole padding on the last rank.
+        """
+        stated = [rank.root.get("group_paddings") or [] for rank in self.ranks]
+        if any(self.index >= len(paddings) for paddings in stated):
+            return
+        count = len(self.ranks)
+        numel = -(-self.end // (2 * count)) * 2  # a group is a multiple of twice the ranks
+        tails = [min(max((n + 1) * numel - self.end, 0), numel) for n in range(count)]
+        on_last = [0] * (count - 1) + [sum(tails)]
+        if self.tails in (tails, on_last):
+            return
+        # The layout that more ranks have is the right one.
+        known = max(tails, on_last, key=lambda each: sum(map(int.__eq__, each, self.tails)))
+        rank = next(n for n in range(count) if self.tails[n] != known[n])
+        raise CorruptError(
+            self.ranks[rank].file.path,
+            f"group_paddings of group {self.index} is {self.tails[rank]}, but its parameters take"
+            f" {self.end} elements, which leaves {known[rank]} on this rank of {count}",
+            MIXED,
+        )
+
     def list_claims(self, position: int, listed: Mapping[str, str]) -> Iterator[Claim]:
         """Yield what the file of a rank states about the order and position of its parameters.
 
@@ -240,10 +265,10 @@ class FlatGroup:
             listed: the name that DeepSpeed lists -> fqn, where they differ.
         """
         stated = self._read_stated_slices(position)
-        if not stated:
+        if stated is None:
             return
         stated = {listed.get(name, name): part for name, part in stated.items()}
-        if not stated.keys() <= self.members.keys():
+        if stated and stated.keys().isdisjoint(self.members):
             return  # names of another spelling (with a wrapper's prefix, say) state no order
         own = self._compute_slices(position)
         # If another rank's partition fits, the claim names that rank: files were swapped.
@@ -254,6 +279,10 @@ class FlatGroup:
         if list(stated.values()) == list(own.values()):
             name, fqn = next((a, b) for a, b in zip(stated, own, strict=True) if a != b)
             yield Claim(f"parameter at element {own[fqn][0]}", name, _MAPPINGS, fqn)
+        else:
+            fqn = next(f for f in (*own, *stated) if own.get(f) != stated.get(f))
+            about = f"slice of {fqn!r} (start, numel)"
+            yield Claim(about, str(stated.get(fqn)), _MAPPINGS, str(own.get(fqn)))
 
     def _compute_slices(self, position: int) -> dict[str, tuple[int, int]]:
         """Return fqn -> (start, numel) of what a rank's partition holds of each parameter."""

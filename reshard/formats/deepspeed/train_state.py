@@ -22,6 +22,7 @@ from reshard.formats.deepspeed.states import (
 from reshard.state_dict.optimizers.hyper_parameters import read_hyper
 from reshard.state_dict.own_values import keep_own_values
 from reshard.state_dict.plain_values import to_plain
+from reshard.training.optimizers import SETTINGS
 
 # Keys that DeepSpeed 0.3 to 0.19 itself writes into model states. All others are from the
 # ``client_state`` that the script passed to ``save_checkpoint``.
@@ -32,13 +33,6 @@ ENGINE_KEYS = frozenset(
     csr_tensor_module_names skipped_steps global_steps global_samples dp_world_size mp_world_size
     num_experts ds_autoep_layers checkpoint_parallel_dimensions ds_config ds_version
     universal_checkpoint_info
-    """.split()
-)
-# Numbers in a param group that a script or a schedule sets, so that all ranks have the same.
-_SETTINGS = frozenset(
-    """
-    lr initial_lr max_lr min_lr swa_lr betas beta1 beta2 beta3 eps weight_decay momentum dampening
-    base_momentum max_momentum alpha rho lambd t0 lr_decay weight_lr_power d0 d_coef growth_rate
     """.split()
 )
 _PER_RANK = "one number of each rank"
@@ -177,7 +171,7 @@ def _join_groups(found: Mapping[str, Sequence[_StoredGroup]]) -> list[_StoredGro
         hyper: dict[str, Any] = {}
         for name, value in first.items():
             values = {path: groups[number][0][name] for path, groups in found.items()}
-            own = name not in _SETTINGS and all(isinstance(v, float) for v in values.values())
+            own = name not in SETTINGS and all(isinstance(v, float) for v in values.values())
             if own and len(set(values.values())) > 1:
                 hyper[name] = {"class": _PER_RANK, "elements": list(values.values())}
             else:

@@ -1,0 +1,198 @@
+"""Falsify one value of one rank's file of a sound checkpoint, and see whether reading refuses it.
+
+``python -m tests.judged.falsified CHECKPOINTS`` prints the table of docs/identity.md, "What is
+stated twice". CHECKPOINTS is what ``--checkpoints`` of the test command keeps.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import shutil
+import sys
+import tempfile
+from collections import Counter, defaultdict
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from reshard import formats
+from reshard.checks.identity import check_identity
+from reshard.checks.identity.counters import find_counter_conflicts
+from reshard.checks.train import find_differences
+from reshard.core.manifest import Manifest
+from reshard.errors import ReshardError
+from tests.judged.mutations import Source, list_sources, say
+
+_FILES = (".pt", ".pth", ".bin", ".ckpt")
+_DIGITS = re.compile(r"\d+")
+_RANDOM = re.compile(r"rng|random|seed|np_|torch_", re.IGNORECASE)
+_DEPTH = 7
+TRIED, REFUSED, REPORTED, UNUSED, ONCE, SILENT, FALSE_ALARM = COLUMNS = (
+    *("tried", "refused", "reported", "not used", "stated once", "silent"),
+    "false alarms",
+)
+
+
+@dataclass(frozen=True)
+class Value:
+    """A plain value in a file: the container that has it, its key there, and its path."""
+
+    holder: Any
+    key: Any
+    path: str
+
+    def get(self) -> Any:
+        """Return the value."""
+        if isinstance(self.holder, (dict, list)):
+            return self.holder[self.key]
+        return getattr(self.holder, self.key)
+
+    def set(self, value: Any) -> None:
+        """Replace the value."""
+        if isinstance(self.holder, (dict, list)):
+            self.holder[self.key] = value
+        else:
+            object.__setattr__(self.holder, self.key, value)
+
+
+def list_values(root: Any, path: str = "", depth: int = 0) -> Iterator[Value]:
+    """Yield one value of each name; names of parameters and numbers in names count as one."""
+    if isinstance(root, dict):
+        items = list(root.items())
+    elif isinstance(root, list):
+        items = list(enumerate(root))[:1]
+    elif hasattr(root, "__dict__") and not isinstance(root, (torch.Tensor, torch.nn.Module, type)):
+        items = list(vars(root).items())
+    else:
+        return
+    seen = set()
+    for key, value in items if depth < _DEPTH else ():
+        name = "*" if "." in str(key) else _DIGITS.sub("#", str(key))
+        if name in seen or _RANDOM.search(name):
+            continue
+        inside = f"{path}.{name}".lstrip(".")
+        if falsify(value) is not None:
+            seen.add(name)
+            yield Value(root, key, inside)
+        else:
+            deeper = list(list_values(value, inside, depth + 1))
+            seen |= {name} if deeper else set()
+            yield from deeper
+
+
+def falsify(value: Any) -> Any:
+    """Return another value of the same kind; None for a container, a tensor or None."""
+    if isinstance(value, bool):
+        return not value
+    if isinstance(value, (int, float)):
+        return type(value)(value + 1) if type(value) in (int, float) else None
+    if isinstance(value, str):
+        return f"{value}x"
+    if isinstance(value, (tuple, list)) and value and all(type(n) in (int, float) for n in value):
+        return type(value)([value[0] + 1, *value[1:]])
+    return None
+
+
+def are_same(a: Manifest, b: Manifest) -> bool:
+    """Return whether a conversion takes the same from both, apart from the places of tensors."""
+
+    def describe(manifest: Manifest) -> Any:
+        entries = {key: (entry.dtype, entry.shape) for key, entry in manifest.entries.items()}
+        return entries, manifest.train.config, manifest.tied, manifest.frozen
+
+    return describe(a) == describe(b) and not any(find_differences(a, b))
+
+
+def read(source: Source, root: Path) -> tuple[Manifest, set[str]]:
+    """Read a checkpoint as every conversion does; return the manifest and its warnings."""
+    manifest = formats.read(root / source.inside, **source.told)
+    check_identity(manifest)
+    return manifest, {*manifest.warnings, *find_counter_conflicts(manifest)}
+
+
+def select_files(root: Path) -> Iterator[tuple[Path, bool]]:
+    """Yield the last file of each kind, and whether there are several of the kind."""
+    kinds = defaultdict(list)
+    for path in sorted(root.rglob("*")):
+        if path.suffix in _FILES and path.is_file():
+            kinds[_DIGITS.sub("#", str(path.relative_to(root)))].append(path)
+    for paths in kinds.values():
+        yield paths[-1], len(paths) > 1
+
+
+def try_source(source: Source) -> Iterator[tuple[str, str]]:
+    """Yield the path of each value that was falsified, and what became of it."""
+    with tempfile.TemporaryDirectory() as scratch:
+        root = Path(shutil.copytree(source.root, Path(scratch, source.root.name), symlinks=True))
+        try:
+            read(source, root)
+        except ReshardError:
+            return  # refused for another reason, such as a layout that is not supported
+        for path, is_repeated in list(select_files(root)):
+            content = path.read_bytes()
+            try:
+                state = torch.load(path, weights_only=False, map_location="cpu")
+            except Exception:  # noqa: BLE001 - a class that is not installed
+                continue
+            torch.save(state, path)
+            try:
+                known, said = read(source, root)
+            except ReshardError as error:
+                yield f"{path.name}: {error}", FALSE_ALARM
+                path.write_bytes(content)
+                continue
+            for value in list_values(state):
+                true = value.get()
+                value.set(falsify(true))
+                torch.save(state, path)
+                value.set(true)
+                yield value.path, judge(source, root, known, said, is_repeated=is_repeated)
+            path.write_bytes(content)
+
+
+def judge(source: Source, root: Path, known: Manifest, said: set[str], *, is_repeated: bool) -> str:
+    """Return what reading makes of a falsified file."""
+    try:
+        found, warnings = read(source, root)
+    except ReshardError:
+        return REFUSED
+    if warnings - said:
+        return REPORTED
+    if are_same(found, known):
+        return UNUSED
+    return SILENT if is_repeated else ONCE
+
+
+def main() -> None:
+    """Print the silent values, and the table."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("made", type=Path)
+    parser.add_argument("--only", default="")
+    given = parser.parse_args()
+    counts: dict[str, Counter[str]] = defaultdict(Counter)
+    silent: Counter[tuple[str, str, str]] = Counter()
+    for source in list_sources(given.made):
+        if not source.root.is_dir() or not re.search(given.only, source.name):
+            continue
+        family = source.name.split()[0]
+        counts[family]["checkpoints"] += 1
+        for path, found in try_source(source):
+            counts[family][TRIED] += found != FALSE_ALARM
+            counts[family][found] += 1
+            if found in (SILENT, ONCE, FALSE_ALARM):
+                silent[family, found, path] += 1
+    for (family, found, path), number in sorted(silent.items()):
+        say(f"{family} {found}: {path} ({number})")
+    say(f"| files of | checkpoints | {' | '.join(COLUMNS)} |")
+    say("| --- |" + " ---: |" * (len(COLUMNS) + 1))
+    for family, found in sorted(counts.items()):
+        row = [str(found[name]) for name in ("checkpoints", *COLUMNS)]
+        say(f"| {family} | {' | '.join(row)} |")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

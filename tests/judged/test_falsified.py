@@ -1,0 +1,75 @@
+"""A small part of `falsified`, whose table is in docs/identity.md."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+import torch
+
+from reshard import formats
+from reshard.checks.identity import check_identity
+from reshard.errors import ReshardError
+from tests.judged import falsified
+from tests.judged.mutations import list_sources
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["deepspeed z1_fp16", "deepspeed z3_fp32_ws3", "torch fsdp2_ranks", "library verl_fsdp2"],
+)
+def test_values_that_ranks_repeat_are_compared(made, torch_made, libraries, name):
+    (source,) = (each for each in list_sources(made) if each.name == name)
+    found = list(falsified.try_source(source))
+    counts = Counter(outcome for _, outcome in found)
+    assert counts[falsified.REFUSED] > 4
+    bad = {falsified.SILENT, falsified.FALSE_ALARM}
+    assert [path for path, outcome in found if outcome in bad] == []
+
+
+def without_first(mappings):
+    return [dict(list(mapping.items())[1:]) for mapping in mappings]
+
+
+LIES = {
+    "group_paddings": lambda value: [n + 1 for n in value],
+    "param_alignment_paddings": lambda value: [[n + 1 for n in group] for group in value],
+    "partition_count": lambda value: [n + 1 for n in value],
+    "param_slice_mappings": without_first,
+    "clip_grad": lambda value: value + 1,
+    "zero_stage": lambda value: 3 - int(value),
+    "dynamic_loss_scale": lambda value: not value,
+    "single_partition_of_fp32_groups": lambda value: value[:-1],
+}
+
+
+@pytest.mark.parametrize("key", LIES)
+@pytest.mark.parametrize("case", ["z1_fp16", "z2_bf16_ws3", "z2_fp32_ws1"])
+def test_what_follows_from_the_parameters_is_compared(copied, case, key):
+    run = copied(case)
+    for path in run.rglob("*_optim_states.pt"):
+        content = path.read_bytes()
+        state = torch.load(path, weights_only=False)
+        held = state["optimizer_state_dict"]
+        held[key] = LIES[key](held[key])
+        torch.save(state, path)
+        with pytest.raises(ReshardError):
+            check_identity(formats.read(run))
+        path.write_bytes(content)
+
+
+def test_both_copies_of_a_frozen_parameter_are_compared(copied, tmp_path):
+    import reshard
+
+    run = copied("z2_bf16")
+    (path,) = run.rglob("mp_rank_00_model_states.pt")
+    state = torch.load(path, weights_only=False)
+    state["frozen_param_fragments"]["extras.frozen"] = torch.zeros(7, 11)
+    torch.save(state, path)
+    with pytest.raises(ReshardError, match=r"extras\.frozen: differs"):
+        reshard.merge(run, tmp_path / "model.safetensors")
+    assert reshard.verify(run, deep=True).check("replicas").failures
+    state["frozen_param_fragments"]["extras.frozen"] = torch.zeros(11, 7)
+    torch.save(state, path)
+    with pytest.raises(ReshardError, match=r"frozen_param_fragments has \[11, 7\]"):
+        formats.read(run)
