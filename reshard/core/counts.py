@@ -19,6 +19,7 @@ _SIZES = frozenset(
     "hidden_size vocab_size num_hidden_layers num_attention_heads num_key_value_heads"
     " intermediate_size num_layers n_layer n_layers n_head n_heads n_embd d_model d_ff".split()
 )
+_MAY_BE_ZERO = frozenset(("intermediate_size", "d_ff"))  # of an MLP without elements
 _MOST_LAYERS = 1 << 10  # transformers builds one in 20 ms; no published model has more than 1000
 _LIMITS = (  # of the numbers under other keys of a config, by their names
     (re.compile(r"(^|_)layers?$"), _MOST_LAYERS),
@@ -61,14 +62,15 @@ def check_config(where: object, config: Mapping[str, Any]) -> None:
             continue  # a class of transformers can derive a size that its config leaves out
         elif most := next((most for name, most in _LIMITS if name.search(key)), None):
             is_size = key in _SIZES and not isinstance(value, list)
+            least = 0 if key in _MAY_BE_ZERO else 1
             numbers = value if isinstance(value, list) else [value]  # or one for each layer
             for number in numbers:
                 if is_size and type(number) is not int:
                     expected = "an integer"
                 elif isinstance(number, (int, float)) and not number <= most:
                     expected = f"at most {most}"
-                elif is_size and number < 1:
-                    expected = "at least 1"
+                elif is_size and number < least:
+                    expected = f"at least {least}"
                 else:
                     continue
                 raise CorruptError(

@@ -27,7 +27,6 @@ from torch.distributed.tensor import DTensor
 from reshard.core.box import Box, Index, run_boxes, whole
 from reshard.core.keys import WITHOUT_DDP, strip_wrappers
 from reshard.core.manifest import MASTER, PARAM
-from reshard.formats.deepspeed.experts.layout import parse_expert_name
 from reshard.live.comparison import Loaded, LoadedBlock, NotCompared, WithoutState
 from reshard.state_dict.optimizers import nested_slots
 
@@ -207,6 +206,8 @@ def iterate_engine(
     if engine.mp_world_size > 1:
         yield NotCompared("parameters", "model-parallel ranks may have parts of them")
         return
+    from reshard.formats.deepspeed.experts.layout import parse_expert_name
+
     fqns = _name_parameters(engine.module)
     cut = {p for p, fqn in fqns.items() if _is_expert(p) and parse_expert_name(fqn) is None}
     for parameter in cut:
@@ -237,6 +238,8 @@ def _is_expert(parameter: Any) -> bool:
 
 def _name_parameters(module: nn.Module) -> dict[Any, str]:
     """Return the names of parameters, with the number of each expert among those of all ranks."""
+    from reshard.formats.deepspeed.experts.layout import parse_expert_name
+
     named: dict[Any, str] = {p: _remove_wrappers(name) for name, p in module.named_parameters()}
     experts = {p: own for p, fqn in named.items() if (own := parse_expert_name(fqn)) is not None}
     counts = Counter(layer for layer, _ in {(own.layer, own.number) for own in experts.values()})

@@ -12,7 +12,7 @@ from pkgutil import resolve_name
 from typing import TYPE_CHECKING, Any
 
 from reshard.core.counts import check_config
-from reshard.errors import ReshardError, UsageError
+from reshard.errors import CorruptError, ReshardError, UsageError
 from reshard.system.files import read_small_file
 from reshard.system.paths import as_path
 
@@ -98,6 +98,8 @@ def _build_from_file(path: Path) -> nn.Module:
     try:
         check_config(file, json.loads(read_small_file(file)))
         config = transformers.AutoConfig.from_pretrained(file, local_files_only=True, **_OPTIONS)
+    except CorruptError as error:
+        raise UsageError(file, error.problem, _REMEDY) from error
     except ReshardError:
         raise
     # Each class of config refuses values with errors of its own, so no narrower class is possible.

@@ -128,12 +128,10 @@ def test_a_help_text_that_finds_no_place_is_a_full_disk(words):
 
 
 def test_a_page_that_cannot_be_written_says_that_the_output_is_whole(plain, tmp_path, monkeypatch):
-    from reshard.engine.output import commit
-
-    def full(*_args, **_options):
+    def full(_path, _data):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(commit, "stage_output", full)
+    monkeypatch.setattr(Path, "write_bytes", full)  # the page alone is written so
     out = tmp_path / "out.safetensors"
     with pytest.raises(reshard.ReshardError) as caught:
         reshard.merge(plain, out, html=tmp_path / "page.html")

@@ -8,7 +8,7 @@ from huggingface_hub.errors import StrictDataclassError
 
 from reshard.containers.json_files import read_json_object
 from reshard.core.counts import check_config
-from reshard.errors import CorruptError
+from reshard.errors import CorruptError, UsageError
 from reshard.model.build import build
 from reshard.sizing.sources import find_model
 
@@ -34,7 +34,8 @@ def test_a_size_that_no_model_has_is_refused(tmp_path, key, value):
     path = tmp_path / "config.json"
     path.write_text(json.dumps({**LLAMA, key: value}))
     for read in (read_json_object, build, find_model):
-        with pytest.raises(CorruptError, match=r"config\.json: states .* for"):
+        error = UsageError if read is build else CorruptError
+        with pytest.raises(error, match=r"config\.json: states .* for"):
             read(str(path))
 
 

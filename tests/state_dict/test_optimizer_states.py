@@ -300,8 +300,10 @@ def test_half_an_adam_is_refused(tmp_path):
     saved = optimizer.state_dict()
     del saved["state"][1]["exp_avg_sq"]
     torch.save({"model": model.state_dict(), "optimizer": saved}, tmp_path / "a.pt")
-    with pytest.raises(IncompleteError, match=r"of '2.weight', but no exp_avg_sq of it"):
+    with pytest.raises(IncompleteError, match=r"no exp_avg_sq of 2.weight, but other state"):
         split(tmp_path / "a.pt", tmp_path / "out", SplitOptions(to="dcp"))
+    with pytest.raises(IncompleteError, match=r"of '2.weight', but no exp_avg_sq of it"):
+        split(tmp_path / "a.pt", tmp_path / "out", SplitOptions(to="dcp", trust="none"))
 
 
 def test_what_can_only_be_described_is_refused(tmp_path):
