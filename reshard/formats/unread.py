@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Container, Iterable, Iterator, Mapping
 from pathlib import PurePosixPath
 
 from reshard.core.location import Location, get_directory
@@ -68,6 +68,15 @@ def describe(unread: Mapping[str, str]) -> list[str]:
     if not unread:
         return []
     return [f"{some(group(unread), _LISTED)}: not read, and not part of the output"]
+
+
+def update_notes(
+    notes: Iterable[str], unread: Mapping[str, str], copied: Container[str]
+) -> list[str]:
+    """Return the notes of a checkpoint without the files that the output has although unread."""
+    before = describe(unread)
+    left = {name: path for name, path in unread.items() if name not in copied}
+    return [*(note for note in notes if note not in before), *describe(left)]
 
 
 def group(names: Iterable[str]) -> list[str]:

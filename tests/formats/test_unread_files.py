@@ -84,6 +84,14 @@ def test_a_split_carries_a_scheduler_of_dcp(tmp_path):
     assert torch.load(tmp_path / "out/checkpoint.pt")["scheduler"] == {"last_epoch": 2}
 
 
+def test_a_file_that_a_split_copies_is_not_said_to_be_left_out(tmp_path):
+    report = reshard.split(save_slime(tmp_path / "source"), tmp_path / "out", world_size=2)
+    assert (tmp_path / "out/meta.json").is_file()
+    assert [line for line in report.lines() if "meta.json" in line] == [
+        "kept        meta.json: copied byte for byte"
+    ]
+
+
 @pytest.mark.parametrize(
     ("changed", "name"),
     [({"last_epoch": 3}, "scheduler"), ({"average": 2.0}, "ema/ema/w")],

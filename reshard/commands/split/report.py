@@ -14,6 +14,7 @@ from reshard.commands.output_report import OutputReport, describe_common, list_v
 from reshard.commands.split.options import LayoutOptions
 from reshard.core.manifest import MASTER, WEIGHT_KINDS, Manifest, Skeleton
 from reshard.engine.planning.planner import Plan
+from reshard.formats import unread
 from reshard.formats.base import StateConversion, Writer
 from reshard.formats.request import Request
 from reshard.options import options_of
@@ -106,6 +107,7 @@ def describe_split(
     copied = [e.fqn for e in skeleton.entries if e.kind == copied_files.KIND]
     if copied:
         report.kept.append(f"{', '.join(copied)}: copied byte for byte")
+        report.warnings = unread.update_notes(report.warnings, manifest.unread_files, copied)
     report.notes += copied_files.describe_lost_models(manifest.train.hook_files, copied)
     _report_masters(manifest, request, report)
     _report_optimizer(state, request, report)
