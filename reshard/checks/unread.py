@@ -27,9 +27,11 @@ from reshard.training.copied_files import TENSOR
 
 _BLOCK = 1 << 22
 _STATE = (*SUFFIXES, ".distcp", ".safetensors", ".npy", ".npz")  # files that can hold a state
-# Copies of the weights beside a training state, which no framework resumes from.
+# Copies of the weights beside a training state, which no framework resumes from, and files that an
+# engine writes twice or that are of other ranks, which `verify` names as stale.
 _COPY = re.compile(
-    r"(?:(?:pytorch_|adapter_)?model(?:-\d+-of-\d+)?\.(?:safetensors|bin)|sharded/.*|huggingface/.*)"
+    r"(?:(?:pytorch_|adapter_)?model(?:-\d+-of-\d+)?\.(?:safetensors|bin)|sharded/.*|huggingface/.*"
+    r"|[^/]*(?:model|optim)_states\.pt|[^/]*\.distcp)"
 )
 
 

@@ -277,7 +277,7 @@ def _rebalance(manifest: Manifest, stated: _Stated, ranks: int) -> Rebalanced:
     chosen = chosen or (choose_batch if is_trainers else _choose_smaller)(batch, ranks)
     warnings = []
     if chosen is None and batch.steps is None:
-        return Rebalanced(manifest, [], [_describe_rule(batch.ranks, ranks)])
+        return Rebalanced(_record_own(manifest, own), [], [_describe_rule(batch.ranks, ranks)])
     if chosen is None:
         # No micro batch divides the global batch: come as close to it as the accumulation can.
         steps = max(1, round(batch.total / (batch.micro * ranks)))
@@ -309,6 +309,8 @@ def _describe_changes(batch: Batch, chosen: Batch, *, is_trainers: bool) -> str:
 
 def _choose_own(own: Mapping[str, int], batch: Batch, ranks: int) -> Batch | None:
     """Return the batch that the run itself had at this number of ranks, if it fits."""
+    if own[WORLD] == ranks and batch.steps is None and own[BATCH] == batch.micro:
+        return Batch(batch.micro, None, ranks)  # it was kept, because no other one fitted
     steps, rest = divmod(batch.total, own[BATCH] * ranks)
     if own[WORLD] != ranks or rest or (batch.steps is None and steps != 1):
         return None

@@ -54,6 +54,7 @@ def part(name: str, **train: Any) -> Manifest:
         warnings=(name,),
         unknown_globals=(name,),
         unread={name: "a tensor"},
+        unread_files={f"{name}.pt": f"/{name}.pt"},
         ordered=True,
     )
 

@@ -62,13 +62,13 @@ def tag_of(run: Path) -> Path:
 def test_missing_optimizer_rank(copied, refused):
     run = copied("z2_bf16")
     (tag_of(run) / OPTIM1).unlink()
-    refused(run, 1, str(tag_of(run)), "2 ranks", "rank 1", "missing")
+    refused(run, 1, str(tag_of(run)), "2 ranks", OPTIM1, "missing")
 
 
 def test_missing_model_rank_of_stage3(copied, refused):
     run = copied("z3_bf16")
     (tag_of(run) / "zero_pp_rank_1_mp_rank_00_model_states.pt").unlink()
-    refused(run, 1, "model states", "rank 1", "missing")
+    refused(run, 1, "zero_pp_rank_1_mp_rank_00_model_states.pt", "missing")
 
 
 def test_missing_rank_zero_of_stage3(copied, refused):

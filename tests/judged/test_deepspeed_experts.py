@@ -66,7 +66,7 @@ def test_rules_are_read_for_a_run_without_cuts(made, tmp_path):
         ("moe_z0", "layer_0_expert_0_mp_rank_00_model_states.pt", "layer_0_expert_0_mp_rank_00"),
         ("moe_z0", "expp_rank_0_mp_rank_00_optim_states.pt", "expp_rank_0_mp_rank_00"),
         ("moe_z0", "expp_rank_1_mp_rank_00_optim_states.pt", "2 expert-parallel ranks"),
-        ("moe_z1_sizes", "bf16_zero_pp_rank_3_mp_rank_00_optim_states.pt", "rank 3 are missing"),
+        ("moe_z1_sizes", "bf16_zero_pp_rank_3_mp_rank_00_optim_states.pt", "4 ranks .*_rank_3_"),
     ],
 )
 def test_a_missing_file_is_named(case, lost, message, copied, tmp_path):

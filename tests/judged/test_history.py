@@ -160,13 +160,14 @@ def copy_the_directory(path):
 def exchange(path, kinds):
     """Give two weights of equal shape, above and below each other, one another's slots."""
     one, other = (f"model.layers.{number}.mlp.up_proj.weight" for number in (0, 1))
+    values = {}
     with reshard.open(tag(path, 6)) as checkpoint:
-        entries = checkpoint.manifest.entries
         for kind in kinds:
             slots = checkpoint.optimizer(kind)
-            values = [(one, slots[other][...].numpy()), (other, slots[one][...].numpy())]
-            for fqn, value in values:
-                put(entries[kind, fqn], value)
+            values[kind, one] = slots[other][...].numpy()
+            values[kind, other] = slots[one][...].numpy()
+    for key, value in values.items():
+        put(checkpoint.manifest.entries[key], value)
 
 
 def put(entry, value):

@@ -219,7 +219,7 @@ def test_a_parameter_without_state_is_refused(copied, tmp_path):  # noqa: F811
 def test_half_a_state_is_refused(lost, copied, tmp_path):  # noqa: F811
     run = copied("fp32_tp2pp2")
     _with_optimizers(run, lambda saved: saved["state"][1].pop(lost))
-    with pytest.raises(IncompleteError, match=f"has optimizer state of 'model.*, but no {lost}"):
+    with pytest.raises(IncompleteError, match=f"optimizer .*no {lost}"):
         reshard.split(run, tmp_path / "out", tp=1)
     assert not (tmp_path / "out").exists()
 

@@ -305,7 +305,7 @@ def test_uses_of_shared_modules_without_a_file_are_refused(stages, gone, named, 
 def test_a_run_whose_last_stage_has_unnamed_states_is_refused(made, tmp_path):
     run = shutil.copytree(made / "pp2_z0_fp32" / "run", tmp_path / "run")
     (run / "global_step3" / "layer_06-model_states.pt").unlink()
-    with pytest.raises(IncompleteError, match=r"states of a parameter of shape \[32, 16\]"):
+    with pytest.raises(IncompleteError, match="12 parameters, more than the 11 of"):
         split(run, tmp_path / "out", SplitOptions(pp=1, zero_stage=1))
     assert not (tmp_path / "out").exists()
 
