@@ -22,7 +22,7 @@ from typing import Any
 
 from reshard import formats
 from reshard.core.keys import remove_wrappers
-from reshard.core.manifest import Entry, Key
+from reshard.core.manifest import Entry, Key, SourceFile
 from reshard.errors import UnsupportedError
 from reshard.live.comparison import compare_read
 from reshard.live.files import raise_on_all_ranks
@@ -70,18 +70,20 @@ def _define_manager() -> Any:
                 super().dcp_load(state_dict, checkpoint_id, from_hf, from_quantized)
                 return
             tensors = self.sd_adapter.to_hf(state_dict) if from_hf else state_dict
-            read = load_states(tensors, checkpoint_id)
+            read, sources = load_states(tensors, checkpoint_id)
             loaded = self.sd_adapter.from_hf(tensors) if from_hf else tensors
             model = self.states[dcp.MODEL]
             _check_adapted(model.model, state_dict.keys() - loaded.keys())
             model.load_state_dict(loaded)
             if not from_hf:  # else the adapter has changed names and tensors
-                compare_read(chain(*map(iterate_model, model.model)), read)
+                compare_read(chain(*map(iterate_model, model.model)), read, sources)
 
     return CheckpointManager
 
 
-def load_states(states: dict[str, Any], source: formats.Paths) -> dict[Key, Entry]:
+def load_states(
+    states: dict[str, Any], source: formats.Paths
+) -> tuple[dict[Key, Entry], Mapping[str, SourceFile]]:
     """Fill torchtitan's states from a checkpoint: tensors through DCP, counters by their names.
 
     The tensors and the state of the live optimizers are then compared with the checkpoint.
@@ -94,7 +96,7 @@ def load_states(states: dict[str, Any], source: formats.Paths) -> dict[Key, Entr
             and ``dataloader``, if they are to be loaded.
 
     Returns:
-        The entry of the source for each parameter.
+        The entry of the source for each parameter, and the files of the source.
 
     Raises:
         ReshardError: on every rank; the source cannot be read or trusted, or belongs to another
@@ -107,18 +109,19 @@ def load_states(states: dict[str, Any], source: formats.Paths) -> dict[Key, Entr
     tensors = {name: value for name, value in states.items() if name not in objects}
     manifest = read_for_model(source, tensors)
     read = fill_model_state(tensors, manifest)
-    compare_read(iterate_state_dict(tensors), read)
+    compare_read(iterate_state_dict(tensors), read, manifest.files)
     optimizers = objects.pop("optimizer", None)
     if optimizers is not None:
         moments = optimizers.state_dict()
         slots = fill_optimizer_state(moments, manifest)
         optimizers.load_state_dict(moments)
         pairs = product(optimizers.model_parts, optimizers.optimizers)
-        compare_read(chain(*(iterate_optimizer(*pair) for pair in pairs)), slots)
+        live_slots = chain(*(iterate_optimizer(*pair) for pair in pairs))
+        compare_read(live_slots, slots, manifest.files)
     extra = load_extra_state(manifest) if objects else {}
     for name, live in objects.items():
         _load_counters(name, live, extra)
-    return read
+    return read, manifest.files
 
 
 def _check_adapted(parts: Iterable[Any], left_out: Iterable[str]) -> None:

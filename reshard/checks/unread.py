@@ -27,9 +27,9 @@ from reshard.training.copied_files import TENSOR
 
 _BLOCK = 1 << 22
 _STATE = (*SUFFIXES, ".distcp", ".safetensors", ".npy", ".npz")  # files that can hold a state
-# Copies of the weights beside a training state, which no framework resumes from, and files that an
-# engine writes twice or that are of other ranks, which `verify` names as stale.
-_COPY = re.compile(
+# Files from which no framework resumes: copies of the weights beside a training state, files that
+# an engine writes twice, and those of other ranks, which `verify` names as stale.
+_NOT_RESUMED = re.compile(
     r"(?:(?:pytorch_|adapter_)?model(?:-\d+-of-\d+)?\.(?:safetensors|bin)|sharded/.*|huggingface/.*"
     r"|[^/]*(?:model|optim)_states\.pt|[^/]*\.distcp)"
 )
@@ -87,7 +87,7 @@ def describe_others(a: Manifest, b: Manifest) -> Iterator[str]:
 
 def _has_state(name: str) -> bool:
     """Return whether a file may hold a part of the training state, by its name."""
-    return name.endswith(_STATE) and _COPY.fullmatch(name) is None
+    return name.endswith(_STATE) and _NOT_RESUMED.fullmatch(name) is None
 
 
 def _get_folder(name: str) -> str:

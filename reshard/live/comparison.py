@@ -20,7 +20,7 @@ from reshard.core import dtypes
 from reshard.core.box import Box, Index, contiguous_cuts, flat_span, index_of
 from reshard.core.dtypes import DType
 from reshard.core.keys import remove_wrappers
-from reshard.core.manifest import BUFFER, MASTER, PARAM, WEIGHT_KINDS, Entry, Key
+from reshard.core.manifest import BUFFER, MASTER, PARAM, WEIGHT_KINDS, Entry, Key, SourceFile
 from reshard.engine.move.fill import fill
 from reshard.engine.planning.copies import CopyPlanner
 from reshard.errors import DifferentError, ReshardError
@@ -136,14 +136,20 @@ def compare_files(blocks: Iterable[Loaded], live: LiveFiles) -> None:
 
 
 def compare_read(
-    blocks: Iterable[Loaded], read: Mapping[Key, Entry], trust: Trust = "sampled"
+    blocks: Iterable[Loaded],
+    read: Mapping[Key, Entry],
+    sources: Mapping[str, SourceFile],
+    trust: Trust = "sampled",
 ) -> None:
     """Compare what every rank has loaded with the entries that it has read, under live names.
+
+    Args:
+        sources: the source files by path. A file that changed after its header was read is refused.
 
     Raises:
         DifferentError: on every rank, if an element differs on one of them.
     """
-    with SourceFiles() as pool:
+    with SourceFiles(sources) as pool:
         compare(blocks, Expected(read, {}), pool, trust)
 
 

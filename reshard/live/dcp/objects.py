@@ -59,7 +59,7 @@ def load_model(
         _refuse_unused(manifest, state)
     read = fill_model_state(state, manifest, strict=strict)
     set_model_state_dict(model, state, options=StateDictOptions(strict=strict))
-    compare_read(iterate_model(model), read, trust)
+    compare_read(iterate_model(model), read, manifest.files, trust)
 
 
 def fill_model_state(
@@ -121,7 +121,7 @@ def load_optimizer(
     for parameter, name in names.items():
         if name in fresh:
             optimizer.state.pop(parameter, None)
-    compare_read(iterate_optimizer(model, optimizer), read, trust)
+    compare_read(iterate_optimizer(model, optimizer), read, manifest.files, trust)
     return warnings
 
 
