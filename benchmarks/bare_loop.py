@@ -1,16 +1,19 @@
 """Measure the limit: read the source bytes that a merge needs, and write as many as it writes.
 
-    python bare_loop.py SPANS.json OUTPUT [--threads N] [--shrink 2] [--checks]
+    python bare_loop.py SPANS.json OUTPUT [--threads N] [--shrink 2] [--checks] [--request 8388608]
 
 SPANS.json lists [file, byte offset, nbytes] in output order. ``--shrink 2`` writes half of every
 piece, as a cast from fp32 to bf16 does, without casting. ``--checks`` computes the CRC-32 of the
-bytes read, reads the output back and compares it, as a merge does.
+bytes read, reads the output back and compares it, as a merge does. ``--request`` reads in the order
+of the files instead, in requests of this size that also cover small gaps: with 16 threads, this is
+the limit of a storage whose every request takes time.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import mmap
 import os
 import threading
 
@@ -18,6 +21,33 @@ from isal.isal_zlib import crc32
 
 PIECE = 4 << 20
 CHECKED_PIECE = 512 << 10
+SMALL_GAP = 64 << 10
+
+Span = tuple[str, int, int]
+
+
+def join(spans: list[Span]) -> list[Span]:
+    """Sort spans by file and offset, and join those with small gaps between them."""
+    joined: list[Span] = []
+    for name, start, nbytes in sorted(spans):
+        if joined and joined[-1][0] == name and start - sum(joined[-1][1:]) <= SMALL_GAP:
+            first = joined[-1][1]
+            joined[-1] = name, first, max(sum(joined[-1][1:]), start + nbytes) - first
+        else:
+            joined.append((name, start, nbytes))
+    return joined
+
+
+def cut(spans: list[Span], piece: int, shrink: int) -> tuple[list[tuple[str, int, int, int]], int]:
+    """Return (file, offset, nbytes, offset in the output) of each piece, and the output's size."""
+    pieces = []
+    at = 0
+    for name, offset, nbytes in spans:
+        for start in range(0, nbytes, piece):
+            size = min(piece, nbytes - start)
+            pieces.append((name, offset + start, size, at))
+            at += size // shrink
+    return pieces, at
 
 
 def main() -> None:
@@ -27,26 +57,22 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--shrink", type=int, default=1)
     parser.add_argument("--checks", action="store_true")
+    parser.add_argument("--request", type=int)
     args = parser.parse_args()
     with open(args.spans) as file:  # noqa: PTH123
-        spans = json.load(file)
+        spans = [tuple(span) for span in json.load(file)]
+    # A checked piece stays in the cache until its last check.
+    piece = args.request or (CHECKED_PIECE * args.shrink if args.checks else PIECE)
+    pieces, nbytes = cut(join(spans) if args.request else spans, piece, args.shrink)
     files = {name: os.open(name, os.O_RDONLY) for name in {span[0] for span in spans}}
     target = os.open(args.output, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o666)
-    # A checked piece stays in the cache until its last check.
-    piece = CHECKED_PIECE * args.shrink if args.checks else PIECE
-    pieces = []
-    at = 0
-    for name, offset, nbytes in spans:
-        for start in range(0, nbytes, piece):
-            size = min(piece, nbytes - start)
-            pieces.append((files[name], offset + start, size, at))
-            at += size // args.shrink
-    os.ftruncate(target, at)
+    os.ftruncate(target, nbytes)
 
     def work(number: int) -> None:
-        buffer, back = memoryview(bytearray(PIECE)), bytearray(CHECKED_PIECE)
-        for source, offset, size, place in pieces[number :: args.threads]:
-            os.preadv(source, [buffer[:size]], offset)
+        # not a bytearray, which is filled with zeros while the other threads wait for the GIL
+        buffer, back = memoryview(mmap.mmap(-1, piece)), bytearray(CHECKED_PIECE)
+        for name, offset, size, place in pieces[number :: args.threads]:
+            os.preadv(files[name], [buffer[:size]], offset)
             written = buffer[: size // args.shrink]
             os.pwrite(target, written, place)
             if args.checks:

@@ -9,7 +9,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -24,6 +24,7 @@ class Contender:
 
     name: str
     command: Callable[[Path], list[str]]
+    variables: Mapping[str, str] = field(default_factory=dict)  # of its environment
     seconds: list[float] = field(default_factory=list)
     cpu: list[float] = field(default_factory=list)
     rss_mb: list[float] = field(default_factory=list)
@@ -60,7 +61,10 @@ def measure(contender: Contender, out: Path) -> None:
     with _Disk(out.parent) as disk:
         began, before = time.perf_counter(), os.times()
         child = subprocess.Popen(
-            contender.command(out), env=compiled, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE
+            contender.command(out),
+            env=compiled | dict(contender.variables),
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
         )
         error = child.stderr.read().decode()[-2000:] if child.stderr else ""
         _, status, usage = os.wait4(child.pid, 0)

@@ -1,94 +1,128 @@
-"""Measure `reshard inspect` of a checkpoint on a file system whose every request takes some time.
+"""Measure merges from a storage whose every read takes some time.
 
-    python benchmarks/latency.py CHECKPOINT [MILLISECONDS]
+    python benchmarks/latency.py --place /data/bench --size 230 --milliseconds 1 10 50
+    python benchmarks/latency.py --place /data/bench --rows zero2-bf16 --only merge loop
 
-The directory is mounted with FUSE, which needs ``/dev/fuse``, ``fusermount`` and ``pip install
-reshard[mount]``. The kernel caches what it has read, as it does for NFS and Lustre, so each round
-mounts anew. Prints the wall time and the number of reads that reached the file system.
+Storages: ``shim``, a preloaded library that waits before each read of a source file, so that
+nothing is read ahead; ``fuse``, a file system that waits before each request, and that the kernel
+caches and reads ahead, as it does NFS and Lustre. Commands: ``merge``, reshard with default
+options; ``loop``, a bare loop that keeps 16 requests of 8 MiB in flight and writes as many bytes,
+which is the limit; ``cp``, ``cp -r`` of the whole checkpoint; ``inspect``, reshard's report. Real
+DeepSpeed and PyTorch write the checkpoints first. The ratio is to the loop.
 """
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
+import argparse
+import json
+import shutil
+import statistics
 import tempfile
-import time
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
-import mfusepy
+from contest import HERE, PYTHON, Contender, measure
+from merge import needed_spans
+from sources import RANKS, SHAPES, Sources
+from storages import Counts, Mount, Shim, View
 
-ROUNDS = 3
-
-
-class SlowFiles(mfusepy.Operations):
-    """The files of a directory, each request to which waits before it is answered."""
-
-    use_ns = True
-
-    def __init__(self, root: str, seconds: float, log: str) -> None:
-        self._root = root
-        self._seconds = seconds
-        self._log = log
-        self._reads = 0
-
-    def getattr(self, path: str, fh: int | None = None) -> dict[str, Any]:  # noqa: ARG002
-        """Return the attributes of a file."""
-        found = os.lstat(self._root + path)
-        names = ("st_mode", "st_nlink", "st_size", "st_uid", "st_gid")
-        return {name: getattr(found, name) for name in names}
-
-    def readdir(self, path: str, fh: int) -> list[str]:  # noqa: ARG002
-        """Return the names in a directory."""
-        return [".", "..", *(each.name for each in Path(self._root + path).iterdir())]
-
-    def open(self, path: str, flags: int) -> int:  # noqa: ARG002
-        """Open a file."""
-        time.sleep(self._seconds)
-        return os.open(self._root + path, os.O_RDONLY)
-
-    def read(self, path: str, size: int, offset: int, fh: int) -> bytes:  # noqa: ARG002
-        """Return bytes of a file."""
-        time.sleep(self._seconds)
-        self._reads += 1
-        return os.pread(fh, size, offset)
-
-    def release(self, path: str, fh: int) -> None:  # noqa: ARG002
-        """Close a file."""
-        os.close(fh)
-
-    def destroy(self, path: str) -> None:  # noqa: ARG002
-        """Write the number of reads."""
-        Path(self._log).write_text(str(self._reads))
+REQUESTS = 16
+REQUEST_BYTES = 8 << 20
+STORAGES: dict[str, type[Shim | Mount]] = {"shim": Shim, "fuse": Mount}
+SOURCES: dict[str, Callable[[Sources], Path]] = {
+    "zero2": lambda made: made.zero(2),
+    "zero3": lambda made: made.zero(3),
+    "dcp": lambda made: made.fsdp("dcp", "float32"),
+    "hf": lambda made: made.fsdp("hf", "float32"),
+}
+ROWS = [f"{source}-{dtype}" for source in SOURCES for dtype in ("fp32", "bf16")]
+COMMANDS = ("merge", "loop", "cp", "inspect")
 
 
-def serve(root: str, mount: str, seconds: float, log: str) -> None:
-    """Mount a directory until it is unmounted."""
-    files = SlowFiles(root, seconds, log)
-    mfusepy.FUSE(files, mount, foreground=True, kernel_cache=True, max_background=64)
+def contender(name: str, dtype: str, view: View, spans: Path) -> Contender:
+    """Return a command that reads a source where a storage shows it."""
+    source = view.path
+    reshard = [PYTHON, "-m", "reshard"]
+    shrink = "1" if dtype == "fp32" else "2"
+    loop = [PYTHON, str(HERE / "bare_loop.py"), str(spans)]
+    depth = ["--threads", str(REQUESTS), "--request", str(REQUEST_BYTES), "--shrink", shrink]
+    commands: dict[str, Callable[[Path], list[str]]] = {
+        "merge": lambda out: [
+            *(*reshard, "merge", source, f"{out}.safetensors"),
+            *("--dtype", dtype),
+        ],
+        "loop": lambda out: [*loop, f"{out}.raw", *depth],
+        "cp": lambda out: ["cp", "-r", source, str(out)],
+        "inspect": lambda _: [*reshard, "inspect", source],
+    }
+    return Contender(name, commands[name], view.variables)
 
 
-def main(root: str, milliseconds: float) -> None:
-    with tempfile.TemporaryDirectory() as place:
-        mount, log = Path(place, "mount"), Path(place, "reads")
-        mount.mkdir()
-        for _ in range(ROUNDS):
-            command = [sys.executable, __file__, "--serve", root, str(mount)]
-            server = subprocess.Popen([*command, str(milliseconds / 1000), str(log)])
-            while not os.path.ismount(mount) and server.poll() is None:
-                time.sleep(0.05)
-            began = time.perf_counter()
-            inspect = [sys.executable, "-m", "reshard", "inspect", str(mount)]
-            subprocess.run(inspect, stdout=subprocess.DEVNULL, check=True)
-            seconds = time.perf_counter() - began
-            subprocess.run(["fusermount", "-u", str(mount)], check=True)
-            server.wait()
-            print(f"{seconds:.2f} s, {log.read_text()} reads", flush=True)
+def run_row(source: Path, dtype: str, storage: str, ms: float, args: argparse.Namespace) -> None:
+    """Run the commands in turns, and print a line for each."""
+    spans = needed_spans(source, masters=source.name.startswith("zero"))
+    runs: dict[str, list[Contender]] = {name: [] for name in args.only}
+    counted: dict[str, tuple[int, int, int]] = {}
+    with tempfile.TemporaryDirectory(prefix="reshard-latency-") as temporary:
+        place = Path(temporary)
+        slow = STORAGES[storage](place)
+        counts = Counts(place / "counts")
+        for _ in range(args.rounds):
+            for name in args.only:
+                counts.clear()
+                with slow.serve(source, ms / 1000, counts) as view:
+                    seen = [(view.path + file[len(str(source)) :], *at) for file, *at in spans]
+                    (place / "spans.json").write_text(json.dumps(seen))
+                    runs[name].append(contender(name, dtype, view, place / "spans.json"))
+                    measure(runs[name][-1], args.place / "out" / "x")
+                counted[name] = counts.get()
+    shutil.rmtree(args.place / "out", ignore_errors=True)
+    seconds = {name: statistics.median(each.seconds[0] for each in runs[name]) for name in runs}
+    for name, each in runs.items():
+        reads, nbytes, most = counted[name]
+        ratio = f"{seconds[name] / seconds['loop']:9.2f}" if "loop" in seconds else f"{'-':>9}"
+        cpu = statistics.median(run.cpu[0] for run in each)
+        rss = max(run.rss_mb[0] for run in each)
+        print(
+            f"{storage:6}{ms:>5g} ms  {args.row:12}{name:9}{seconds[name]:9.2f}{ratio}{cpu:9.2f}"
+            f"{reads:8d}{nbytes / 1e6:9.0f}{most:10d}{rss:10.0f}",
+            flush=True,
+        )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--place", type=Path, required=True, help="directory for checkpoints and outputs"
+    )
+    parser.add_argument(
+        "--size", choices=list(SHAPES), default="90", help="size of the model in million parameters"
+    )
+    parser.add_argument(
+        "--ranks", type=int, default=RANKS, help="number of ranks that write the checkpoints"
+    )
+    parser.add_argument("--rows", nargs="+", choices=ROWS, default=ROWS)
+    parser.add_argument("--storages", nargs="+", choices=list(STORAGES), default=list(STORAGES))
+    parser.add_argument("--milliseconds", nargs="+", type=float, default=[1, 10, 50])
+    parser.add_argument("--only", nargs="+", choices=COMMANDS, default=list(COMMANDS))
+    parser.add_argument("--rounds", type=int, default=1)
+    args = parser.parse_args()
+    args.place = args.place.resolve()
+    made = Sources(args.place / f"of-{args.size}-{args.ranks}", SHAPES[args.size], args.ranks)
+    print(f"{args.size} million parameters, {args.ranks} ranks")
+    head = ("s", "ratio", "CPU s", "reads", "MB", "in flight", "RSS, MB")
+    widths = (9, 9, 9, 8, 9, 10, 10)
+    columns = "".join(f"{word:>{width}}" for word, width in zip(head, widths, strict=True))
+    print(f"{'storage':16}{'row':12}{'command':9}{columns}", flush=True)
+    for storage in args.storages:
+        for row in args.rows:
+            source, _, dtype = row.partition("-")
+            args.row = row
+            for ms in args.milliseconds:
+                run_row(SOURCES[source](made), dtype, storage, ms, args)
 
 
 if __name__ == "__main__":
-    if sys.argv[1] == "--serve":
-        serve(*sys.argv[2:4], float(sys.argv[4]), sys.argv[5])
-    else:
-        main(str(Path(sys.argv[1]).resolve()), float((sys.argv[2:] or ["2"])[0]))
+    main()

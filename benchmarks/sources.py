@@ -51,10 +51,10 @@ class Sources:
         self._torchrun(run, "make_zero.py", str(run), "--stage", str(stage), "--train")
         return run
 
-    def fsdp(self, form: str) -> Path:
+    def fsdp(self, form: str, dtype: str = "bfloat16") -> Path:
         """Return weights that FSDP 2 sharded: ``dcp``, ``hf`` or ``verl``."""
-        place = self.place / f"fsdp-{form}"
-        self._torchrun(place, "make_dcp.py", str(place), "--forms", form)
+        place = self.place / (f"fsdp-{form}" + f"-{dtype}" * (dtype != "bfloat16"))
+        self._torchrun(place, "make_dcp.py", str(place), "--forms", form, "--dtype", dtype)
         return place / {"dcp": "accelerate/pytorch_model_fsdp_0"}.get(form, form)
 
     def megatron(self, form: str) -> Path:
