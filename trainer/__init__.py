@@ -10,9 +10,8 @@ other programs:
 core/                             the loop, the data, the model, ddp, ZeRO 1 to 3, FSDP
 schedule, scaling, offload        learning rate and loss scale of DeepSpeed; CPU and disk offload
 fsdp_options                      what the options of FSDP mean
-engines/                          engines that adapt other programs: FSDP 1, DeepSpeed, grids
-parallel/                         a model cut by tensor, by pipeline stage, by expert
-checkpoint/                       files in the layouts of DeepSpeed, FSDP and Megatron-LM
+engines/                          engines that adapt other programs: FSDP 1, DeepSpeed
+checkpoint/                       files in the layouts of DeepSpeed and FSDP
 config/                           ds_config.json, accelerate.yaml and config.json, read
 auto                              --auto: the first strategy that fits the memory
 settings, resolve                 every option once; derived values and contradictions

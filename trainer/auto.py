@@ -56,14 +56,9 @@ def pick(chosen: Mapping[str, Any], stated: Mapping[str, Any], nproc: int) -> Pi
         stated: the settings that the user states, which --auto keeps.
 
     Raises:
-        SettingsError: none fits, or the settings cut the model.
+        SettingsError: none fits.
     """
     base = resolve({**chosen, "strategy": stated.get("strategy", "ddp")}, nproc)
-    if base.grid.cuts_model:
-        raise SettingsError(
-            f"--auto chooses among data-parallel strategies, and the ranks are {base.grid}",
-            "use --tp 1 --pp 1 --ep 1, or leave out --auto and give --strategy",
-        )
     device = _find_device(base.device)
     available = find_memory(device, nproc)
     sizes = _measure(base)

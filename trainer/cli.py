@@ -27,7 +27,7 @@ from trainer.settings import AUTO, Settings
 _HEADINGS = {
     "steps": "The run",
     "model": "The model and its data",
-    "micro_batch": "Batches (global batch = micro batch x accumulation x data-parallel ranks)",
+    "micro_batch": "Batches (global batch = micro batch x accumulation x ranks)",
     "lr": "The optimizer",
     "precision": "Precision",
     "strategy": "How the model is distributed over the ranks",

@@ -22,16 +22,16 @@ _CONTAINERS = (nn.ModuleList, nn.ModuleDict)
 
 def is_hybrid(settings: Settings) -> bool:
     """Return whether the model is sharded inside replicas, and not over all ranks."""
-    return "HYBRID" in settings.fsdp_sharding_strategy and settings.grid.dp > 1
+    return "HYBRID" in settings.fsdp_sharding_strategy and settings.nproc > 1
 
 
 def list_data_mesh_axes(settings: Settings) -> dict[str, int]:
-    """Return the mesh axes of the data-parallel ranks: (shard), or (replicate, shard) if hybrid.
+    """Return the mesh axes of the ranks: (shard), or (replicate, shard) if hybrid.
 
     Raises:
         SettingsError: the ranks cannot form replicas of that size.
     """
-    world = settings.grid.dp
+    world = settings.nproc
     if not is_hybrid(settings):
         return {"shard": world}
     half = world // 2 if world % 2 == 0 and world > 2 else world

@@ -57,11 +57,8 @@ def measure(settings: Settings, ranks: Ranks) -> tuple[int, ModelState]:
     """Return the number of parameters, and the largest state of a rank before the step."""
     engine = build_engine(settings, ranks)
     corpus = Corpus(settings.data, settings.seq_len, settings.seed)
-    index = settings.grid.data_index(ranks.rank)
-    tokens = corpus.get_samples(index * settings.micro_batch, settings.micro_batch)
-    times = settings.accumulation if settings.pp > 1 else 1  # a pipeline needs all micro batches
-    for number in range(1, times + 1):
-        engine.run_microbatch(tokens.to(ranks.device), last=number == times)
+    tokens = corpus.get_samples(ranks.rank * settings.micro_batch, settings.micro_batch)
+    engine.run_microbatch(tokens.to(ranks.device), last=True)
     numel = sum(value.numel() for _, value in engine.parameters())
     every = ranks.all_gather_objects(dataclasses.astuple(engine.measure_state()))
     engine.discard_gradients()

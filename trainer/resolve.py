@@ -18,10 +18,9 @@ def resolve(chosen: dict[str, Any], nproc: int) -> Settings:
         SettingsError: choices contradict each other.
     """
     settings = Settings(**{**chosen, "nproc": nproc})
-    _check_grid(settings)
     derived: dict[str, Any] = {**_derive_batches(settings, chosen), **_derive_defaults(settings)}
     settings = dataclasses.replace(settings, **derived)
-    for check in (_check_numbers, _check_strategy, _check_parallel, _check_files):
+    for check in (_check_numbers, _check_strategy, _check_files):
         check(settings)
     return settings
 
@@ -32,7 +31,7 @@ def _derive_batches(settings: Settings, chosen: dict[str, Any]) -> dict[str, int
     Its default is one sample: a micro batch that depended on the number of ranks would change the
     order of additions, and so the bits of the results.
     """
-    world = settings.grid.dp
+    world = settings.nproc
     whole, micro, times = (
         chosen.get(name, 0) for name in ("global_batch", "micro_batch", "accumulation")
     )
@@ -66,9 +65,8 @@ def _can_be_uneven(settings: Settings, chosen: dict[str, Any], rest: int) -> boo
 
 def _make_batch_error(whole: int, micro: int, times: int, settings: Settings) -> SettingsError:
     """Return the error of a global batch that the ranks cannot divide, with what they can."""
-    world = settings.grid.dp
-    noun = f"{'data-parallel ' if settings.grid.cuts_model else ''}rank"
-    ranks = f"{world} {noun}{'s' if world > 1 else ''}"
+    world = settings.nproc
+    ranks = f"{world} rank{'s' if world > 1 else ''}"
     unit = micro * world
     if times:
         return SettingsError(
@@ -81,7 +79,7 @@ def _make_batch_error(whole: int, micro: int, times: int, settings: Settings) ->
     if whole % micro == 0:
         sizes = [each for each in range(1, whole // micro + 1) if whole // micro % each == 0]
         near = sorted(sorted(sizes, key=lambda each: abs(each - world))[:4])
-        ways += f", or {', '.join(map(str, near[:-1]))} or {near[-1]} {noun}s" if near[1:] else ""
+        ways += f", or {', '.join(map(str, near[:-1]))} or {near[-1]} ranks" if near[1:] else ""
         ways += ", or --reduction canonical" if supports_canonical(settings) else ""
     return SettingsError(
         f"a global batch of {whole} is not divisible by {ranks} x micro batch {micro}",
@@ -104,7 +102,6 @@ def list_ineffective(settings: Settings) -> dict[str, str]:
         (settings.precision == "fp16", f"precision is {settings.precision}", _FP16_ONLY),
         (fsdp, f"strategy is {settings.strategy}", _FSDP_ONLY),
         (settings.layout == "FSDP", f"strategy is {settings.strategy}", _FSDP_FILES),
-        (settings.pp > 1, "model has one stage", ("pp_schedule",)),
         (settings.strategy == "zero2", f"strategy is {settings.strategy}", ("reduce_bucket_size",)),
         (settings.strategy == "zero3", f"strategy is {settings.strategy}", _ZERO_3_ONLY),
         (settings.schedule != "constant", "schedule is constant", _SCHEDULE_ONLY),
@@ -178,60 +175,6 @@ def _check_numbers(settings: Settings) -> None:
         )
 
 
-def _check_grid(settings: Settings) -> None:
-    """Check that the axes divide the ranks, before anything is derived from them."""
-    axes = {"tp": settings.tp, "pp": settings.pp, "ep": settings.ep}
-    for name, size in {"nproc": settings.nproc, **axes}.items():
-        if size < 1:
-            raise SettingsError(
-                f"{name} is {size}: expected a positive number", f"use --{name} 1 or more"
-            )
-    if settings.nproc % math.prod(axes.values()):
-        product = " x ".join(f"{name} {size}" for name, size in axes.items() if size > 1)
-        raise SettingsError(
-            f"{settings.nproc} ranks are not a multiple of {product}",
-            "use a multiple for --nproc, or other --tp, --pp and --ep",
-        )
-
-
-def _check_parallel(settings: Settings) -> None:
-    """Refuse what cannot be combined with a model that is itself cut."""
-    if not settings.grid.cuts_model:
-        return
-    if settings.engine != "native":
-        raise SettingsError(
-            f"--engine deepspeed supports data parallelism only, and the ranks are {settings.grid}",
-            "use --engine native, or --tp 1 --pp 1 --ep 1",
-        )
-    if settings.strategy not in ("ddp", "fsdp2"):
-        why = (
-            "FSDP 1 flattens parameters, which hides their cut"
-            if settings.strategy == "fsdp"
-            else "its flat partitions contain whole parameters"
-        )
-        raise SettingsError(
-            f"--strategy {settings.strategy} does not support {settings.grid}: {why}",
-            "use --strategy fsdp2, which shards each cut parameter by itself, or ddp",
-        )
-    if settings.fsdp_cpu_ram_efficient_loading:
-        raise SettingsError(
-            "fsdp_cpu_ram_efficient_loading broadcasts whole modules, and the model is cut: "
-            f"{settings.grid}",
-            "leave out --fsdp-cpu-ram-efficient-loading",
-        )
-    if settings.pp > 1 and settings.state_dict_type == "full":
-        raise SettingsError(
-            f"--state-dict-type is full, and with --pp {settings.pp} no rank has all layers",
-            "use --state-dict-type sharded",
-        )
-    if settings.pp_schedule == "1f1b" and settings.accumulation < settings.pp:
-        raise SettingsError(
-            f"the 1f1b schedule of {settings.pp} stages needs {settings.pp} micro batches per "
-            f"step, and a rank has {settings.accumulation}",
-            "use a larger --accumulation or --global-batch, or --pp-schedule gpipe",
-        )
-
-
 def _check_strategy(settings: Settings) -> None:
     strategy = settings.strategy
     if settings.engine == "deepspeed" and strategy not in ZERO:
@@ -240,13 +183,11 @@ def _check_strategy(settings: Settings) -> None:
             f"use --strategy {', '.join(ZERO[:-1])} or {ZERO[-1]}",
         )
     if settings.reduction == "canonical" and not supports_canonical(settings):
-        cut = f", {settings.grid}" if settings.grid.cuts_model else ""
         replicas = f", {settings.fsdp_sharding_strategy}" if strategy in FSDP else ""
         raise SettingsError(
             f"--reduction canonical is not supported by {strategy} ({settings.engine} "
-            f"engine{cut or replicas}), whose gradients are summed inside the framework",
-            "use --reduction fast, or ddp, ZeRO or FSDP's FULL_SHARD of the native engine"
-            + (" with --tp 1 --pp 1 --ep 1" if cut else ""),
+            f"engine{replicas}), whose gradients are summed inside the framework",
+            "use --reduction fast, or ddp, ZeRO or FSDP's FULL_SHARD of the native engine",
         )
     if settings.offload_param != "none" and strategy != "zero3":
         raise SettingsError(
@@ -266,26 +207,10 @@ def _check_strategy(settings: Settings) -> None:
             "offload to nvme needs a directory, and nvme_path is not set",
             "give --nvme-path DIRECTORY, or offload to cpu",
         )
-    if settings.state_dict_type == "megatron" and settings.layout == "FSDP":
-        _check_megatron(settings)
     if settings.sharded_files == "rank" and settings.state_dict_type != "sharded":
         raise SettingsError(
             f"--sharded-files rank needs --state-dict-type sharded, not {settings.state_dict_type}",
             "use --state-dict-type sharded, or leave out --sharded-files",
-        )
-
-
-def _check_megatron(settings: Settings) -> None:
-    if settings.strategy == "fsdp":
-        raise SettingsError(
-            "--state-dict-type megatron needs single parameters, and FSDP 1 flattens them",
-            "use --strategy fsdp2, or another --state-dict-type",
-        )
-    if settings.freeze:
-        raise SettingsError(
-            "--state-dict-type megatron does not support --freeze: Megatron-LM numbers the states "
-            "of its optimizer by all parameters",
-            "use --state-dict-type sharded",
         )
 
 

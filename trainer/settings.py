@@ -11,8 +11,6 @@ import dataclasses
 from dataclasses import dataclass
 from typing import Any
 
-from trainer.parallel.grid import Grid
-
 ZERO = ("ddp", "zero1", "zero2", "zero3")
 FSDP = ("fsdp", "fsdp2")
 AUTO = "auto"
@@ -50,7 +48,7 @@ class Settings:
     )
     activation_checkpointing: bool = _field(False, "recompute layers in the backward pass")
 
-    # Batches: global_batch = micro_batch x accumulation x data-parallel ranks
+    # Batches: global_batch = micro_batch x accumulation x ranks
     micro_batch: int = _field(1, "samples per forward pass of a rank")
     accumulation: int = _field(0, "micro batches per step of a rank (0: derived)")
     global_batch: int = _field(0, "samples per step of all ranks (0: derived)")
@@ -101,10 +99,6 @@ class Settings:
         "zero2", "how parameters, gradients and optimizer are distributed", *ZERO, *FSDP
     )
     engine: str = _field("native", "native, or the installed DeepSpeed", "native", "deepspeed")
-    tp: int = _field(1, "tensor-parallel ranks, which cut each layer's matrices (ddp, fsdp2)")
-    pp: int = _field(1, "pipeline-parallel stages of whole layers (ddp, fsdp2)")
-    ep: int = _field(1, "expert-parallel ranks, which cut each layer's experts (ddp, fsdp2)")
-    pp_schedule: str = _field("1f1b", "pipeline schedule", "1f1b", "gpipe")
     reduction: str | None = _field(
         None,
         "canonical: bitwise equal at any number of ranks (default of ddp and ZeRO); fast: sums in "
@@ -169,11 +163,7 @@ class Settings:
     )
     keep: int = _field(0, "number of newest checkpoints to keep (0: all)")
     overwrite: bool = _field(False, "replace checkpoints of another run in the run directory")
-    state_dict_type: str = _field(
-        "sharded",
-        "kind of FSDP checkpoint; megatron: the directory of Megatron-LM",
-        *("full", "local", "sharded", "megatron"),
-    )
+    state_dict_type: str = _field("sharded", "kind of FSDP checkpoint", "full", "local", "sharded")
     sharded_files: str = _field(
         "dcp", "FSDP sharded: a DCP directory, or a pickled file per rank", "dcp", "rank"
     )
@@ -195,24 +185,18 @@ class Settings:
         return self.global_batch // self.micro_batch
 
     def count_active_ranks(self, *, last: bool) -> int:
-        """Return the number of data-parallel ranks whose micro batch counts, the first ones.
+        """Return the number of ranks whose micro batch counts, the first ones.
 
         Args:
             last: whether it is the last micro batch of the step, which some ranks may not have.
         """
-        earlier = (self.accumulation - 1) * self.grid.dp
-        return self.microbatches - earlier if last else self.grid.dp
-
-    @property
-    def grid(self) -> Grid:
-        """The axes of the ranks; all ranks are data parallel by default."""
-        dp = self.nproc // (self.tp * self.pp * self.ep)
-        return Grid(pp=self.pp, dp=dp, ep=self.ep, tp=self.tp)
+        earlier = (self.accumulation - 1) * self.nproc
+        return self.microbatches - earlier if last else self.nproc
 
     @property
     def layout(self) -> str:
         """The layout of the checkpoints: DeepSpeed or FSDP."""
-        return "DeepSpeed" if self.strategy in ZERO and not self.grid.cuts_model else "FSDP"
+        return "DeepSpeed" if self.strategy in ZERO else "FSDP"
 
     @property
     def zero_stage(self) -> int:
@@ -228,7 +212,7 @@ def get_default_reduction(settings: Settings) -> str:
 
 def supports_canonical(settings: Settings) -> bool:
     """Return whether the run can add gradients in micro batch order."""
-    if settings.engine != "native" or settings.grid.cuts_model:
+    if settings.engine != "native":
         return False
     sharded = settings.fsdp_sharding_strategy in ("FULL_SHARD", "SHARD_GRAD_OP")
     return settings.strategy in ZERO or sharded

@@ -177,8 +177,8 @@ def format_command(
     """Return the command that starts ``python -m trainer``.
 
     Raises:
-        UsageError: the trainer does not support the strategy with this grid or this fine-tuning, or
-            cannot build the model.
+        UsageError: the trainer does not support this grid or this fine-tuning, or cannot build the
+            model.
     """
     strategy = choice.row.strategy
     if not resume and not as_path(model.source).exists():
@@ -189,13 +189,7 @@ def format_command(
         )
     if training.lora_rank:
         raise UsageError("--lora-rank", "is not supported by python -m trainer", "write .json")
-    is_cut = training.tp * training.pp * training.ep > 1
-    if is_cut and strategy.framework == "deepspeed":
-        raise UsageError(
-            f"--strategy {strategy.name}",
-            "is not supported by python -m trainer with tp, pp or ep",
-            "use --strategy fsdp or ddp with --tp, --pp and --ep",
-        )
+    _refuse_grid(training, "a command of python -m trainer")
     name = "fsdp2" if strategy.stage == 3 and strategy.framework == "torch" else strategy.name
     flags = {
         "--strategy": name.partition("-")[0],
@@ -208,11 +202,6 @@ def format_command(
         "--fsdp-hybrid-size": cluster.gpus if strategy.within_node else None,
         "--offload-optimizer": "cpu" if strategy.offload_optimizer else None,
         "--offload-param": "cpu" if strategy.offload_param else None,
-        **{
-            f"--{axis}": size
-            for axis in ("tp", "pp", "ep")
-            if (size := getattr(training, axis)) > 1
-        },
         "--freeze": training.freeze or None,
         "--resume": resume or None,
     }
@@ -234,4 +223,6 @@ def _format_launcher(cluster: Cluster) -> str:
 def _refuse_grid(training: Training, what: str, *, allows_ep: bool = False) -> None:
     for axis in ("tp", "pp", *(() if allows_ep else ("ep",))):
         if getattr(training, axis) > 1:
-            raise UsageError(f"--{axis}", f"cannot be stated in {what}", "write the command: .sh")
+            raise UsageError(
+                f"--{axis}", f"cannot be stated in {what}", f"leave out --write or --{axis}"
+            )

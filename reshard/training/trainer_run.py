@@ -1,6 +1,6 @@
 """Read the ``trainer_state.json`` of a run of ``python -m trainer``.
 
-The trainer writes DeepSpeed's, Accelerate's and Megatron-LM's files. A run of the trainer is
+The trainer writes DeepSpeed's and Accelerate's files. A run of the trainer is
 recognized by this document beside them: it has ``format``, ``progress``, ``settings`` and
 ``world_size``, while HF Trainer's file of the same name has ``global_step``.
 
@@ -38,7 +38,6 @@ _SETTINGS = record(
     fsdp_min_num_params=COUNT,
     fsdp_use_orig_params=a("true or false", lambda value: isinstance(value, bool)),
 )
-_AXES = ("tp", "pp", "ep")
 # Settings that may differ at each start of the program, and those that only distribute a run over
 # ranks: two checkpoints of the same training may differ in them.
 _OF_A_START = frozenset(
@@ -47,8 +46,8 @@ _OF_A_START = frozenset(
     " save_16bit_model".split()
 )
 _OF_THE_RANKS = frozenset(
-    "strategy engine reduction tp pp ep pp_schedule reduce_bucket_size sub_group_size"
-    " persistence_threshold offload_optimizer offload_param state_dict_type sharded_files".split()
+    "strategy engine reduction reduce_bucket_size sub_group_size persistence_threshold"
+    " offload_optimizer offload_param state_dict_type sharded_files".split()
 )
 
 
@@ -76,38 +75,21 @@ class TrainerRun:
         return f"global_step{self.progress['step']}"
 
     @property
-    def is_cut(self) -> bool:
-        """Whether tensor, pipeline or expert parallelism cuts the model."""
-        return self.model_parallel > 1
-
-    @property
-    def model_parallel(self) -> int:
-        """The number of ranks that hold one copy of the model; 1 in older documents."""
-        tensor, pipeline, expert = (int(self.settings.get(axis, 1)) for axis in _AXES)
-        return tensor * pipeline * expert
-
-    @property
     def has_own_layout(self) -> bool:
         """Whether its files have PyTorch's forms; ddp and ZeRO write DeepSpeed's."""
-        return self.is_cut or str(self.settings["strategy"]) in _FSDP
+        return str(self.settings["strategy"]) in _FSDP
 
     @property
     def form(self) -> Literal["full", "local", "sharded"]:
-        """The state dict type to write; a cut model is written as DCP, which fits any cut.
-
-        (The stages and shards that ranks would have are not known here.)
-        """
+        """The state dict type to write: that of the run."""
         saved = self.settings["state_dict_type"]
-        if saved == "full" or (saved == "local" and not self.is_cut):
-            return "full" if saved == "full" else "local"
-        return "sharded"
+        return saved if saved in ("full", "local") else "sharded"
 
     @property
     def has_rank_files(self) -> bool:
         """Whether the run has one file for each rank and resumes from such files."""
-        if self.is_cut or self.settings["state_dict_type"] != "sharded":
-            return False
-        return bool(self.settings["sharded_files"] == "rank")
+        form = self.settings["state_dict_type"], self.settings["sharded_files"]
+        return form == ("sharded", "rank")
 
     @property
     def is_flat(self) -> bool:
@@ -207,8 +189,6 @@ def read(value: Mapping[str, Any] | None, where: object) -> TrainerRun | None:
         return None
     expect(where, value["progress"], _PROGRESS, "progress")
     expect(where, value["settings"], _SETTINGS, "settings")
-    for axis in _AXES:
-        expect(where, value["settings"].get(axis, 1), COUNT, f"settings.{axis}")
     return TrainerRun(value)
 
 

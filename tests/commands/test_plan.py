@@ -164,8 +164,8 @@ def test_nothing_is_overwritten_and_other_suffixes_are_refused(config, tmp_path)
     with pytest.raises(UsageError, match="no known suffix"):
         write(config, tmp_path / "ds.toml", "zero2")
     for suffix in ("json", "yaml", "sh"):
-        with pytest.raises(UsageError):
-            write(config, tmp_path / f"tp.{suffix}", "zero2", tp=2)
+        with pytest.raises(UsageError, match="leave out --write or --tp"):
+            write(config, tmp_path / f"tp.{suffix}", "ddp", tp=2)
     assert not list(tmp_path.glob("tp.*"))
 
 

@@ -165,13 +165,11 @@ def test_a_checkpoint_is_found_from_the_run_or_by_itself(tmp_path):
         "global_step2/trainer_state.json",
         "global_step2/pytorch_model_fsdp_0",
         "global_step2/pytorch_model_fsdp_0/.metadata",
-        "global_step2/iter_0000002/mp_rank_00",
     ],
 )
 def test_any_level_of_a_run_is_its_checkpoint(tmp_path, given):
     """As ``reshard`` takes them, whether a file ``latest`` is there or not."""
-    for name in ("pytorch_model_fsdp_0", "iter_0000002/mp_rank_00"):
-        (tmp_path / "global_step2" / name).mkdir(parents=True)
+    (tmp_path / "global_step2/pytorch_model_fsdp_0").mkdir(parents=True)
     (tmp_path / "global_step1").mkdir()
     for tag in ("global_step1", "global_step2"):
         (tmp_path / tag / directory.STATE).write_text("{}")

@@ -9,12 +9,12 @@ from tests.test_imports import ROOT, assert_no_cycle, imported, modules
 
 # In the order in which a run uses them: imports come from groups before a module's own, or its own.
 LAYERS = (
-    ("cores", "errors", "environment", "parallel.grid"),
+    ("cores", "errors", "environment"),
     ("settings",),
     ("scaling", "schedule", "timer", "tokenizer", "offload"),
     ("config.huggingface",),
     ("core.data", "core.optimizer", "core.ranks", "core.model"),
-    ("fsdp_options", "parallel"),
+    ("fsdp_options",),
     ("core", "process_group"),
     ("checkpoint",),
     ("engines",),

@@ -37,7 +37,6 @@ RUNS = {
     **{f"fsdp {form}": {"strategy": "fsdp", **chosen} for form, chosen in FORMS.items()},
     **{f"flat {form}": {"strategy": "fsdp", **chosen, **FLAT} for form, chosen in FORMS.items()},
     **{f"fsdp2 {form}": {"strategy": "fsdp2", **chosen} for form, chosen in FORMS.items()},
-    "fsdp2 megatron": {"strategy": "fsdp2", "state_dict_type": "megatron"},
 }
 OLD, NEW = 2, 3  # ranks; test_split has more, from three ranks
 NOISE = 1e-6  # relative, of losses: torch's FSDP adds in another order at another number of ranks

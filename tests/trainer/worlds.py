@@ -29,7 +29,6 @@ PRELOAD = [
     "transformers.models.llama.modeling_llama",
     "reshard.dcp",
     "trainer.checkpoint.fsdp",
-    "trainer.parallel.pipeline",
     "trainer.session",
 ]
 

@@ -13,9 +13,5 @@ deepspeed_read  read DeepSpeed's directory with any number of ranks
 fsdp            write and read FSDP checkpoints in four forms
 fsdp_dcp        directories of torch.distributed.checkpoint
 fsdp_match      pickled shards, compared with the live state
-megatron        write Megatron-LM's directory
-megatron_read   read Megatron-LM's directory into any grid
-megatron_args   its arguments, schedule and random states
-megatron_rules  how its parameters are named and cut
-foreign         classes of DeepSpeed and Megatron-LM, without their libraries
+foreign         classes of DeepSpeed, without its library
 """

@@ -72,24 +72,6 @@ class TorchFile:
 
 
 @dataclass(frozen=True)
-class TextFile:
-    """A small file of text."""
-
-    name: str
-    text: str
-
-    def write(self, directory: Path, ranks: Ranks) -> None:
-        """Write the file, see Content."""
-        del ranks
-        files.write_text(directory / self.name, self.text)
-
-    def copied(self, copy: Callable[[Any], Any]) -> TextFile:
-        """See Content."""
-        del copy
-        return self
-
-
-@dataclass(frozen=True)
 class DcpDirectory:
     """A directory of torch.distributed.checkpoint, which all ranks write together."""
 

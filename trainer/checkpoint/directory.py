@@ -22,17 +22,12 @@ from trainer.errors import CheckpointError, LayoutError, SettingsError
 
 LATEST = "latest"
 STATE = "trainer_state.json"
-MEGATRON_LATEST = "latest_checkpointed_iteration.txt"
-LAYOUTS = {
-    "DeepSpeed": "*_model_states.pt",
-    "FSDP": "pytorch_model_fsdp*",
-    "Megatron-LM": MEGATRON_LATEST,
-}
+LAYOUTS = {"DeepSpeed": "*_model_states.pt", "FSDP": "pytorch_model_fsdp*"}
 """A file name pattern of each layout, of which every checkpoint in it has a file."""
 _STEP = re.compile(r"global_step(\d+)")
 _NUMBERED = re.compile(r"(?:global_step|checkpoint-)(\d{1,18})")
 # Names of directories inside a checkpoint.
-_PART = re.compile(r"pytorch_model_fsdp_0|optimizer_0|iter_\d+|mp_rank_\d+.*")
+_PART = re.compile(r"pytorch_model_fsdp_0|optimizer_0")
 _PATIENCE_S = 30.0  # seconds to wait for another run to finish its save
 
 
@@ -97,7 +92,7 @@ def _find_enclosing(path: Path) -> Path | None:
     if _is_checkpoint(path):
         return path
     if _PART.fullmatch(path.name):
-        return next((above for above in list(path.parents)[:2] if _is_checkpoint(above)), None)
+        return path.parent if _is_checkpoint(path.parent) else None
     return None
 
 

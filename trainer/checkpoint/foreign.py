@@ -1,11 +1,11 @@
-"""Classes of DeepSpeed and Megatron-LM in their checkpoints, written and read without them.
+"""Classes of DeepSpeed in its checkpoints, written and read without it.
 
-Their files have some objects beside tensors and plain values. A stand-in class here has the name of
+Its files have some objects beside tensors and plain values. A stand-in class here has the name of
 the real one: ``Pickler`` writes that name, and `allow_classes` lets torch's weights_only reader
 create the stand-in for it. This module acts as the ``pickle_module`` of ``torch.save``.
 
 Classes: deepspeed/runtime/fp16/loss_scaler.py, runtime/zero/config.py, utils/tensor_fragment.py,
-0.19.8; megatron/core/enums.py, core/transformer/enums.py, core 0.16.
+0.19.8.
 """
 
 from __future__ import annotations
@@ -51,32 +51,16 @@ class FragmentAddress(StandIn):
     real = "deepspeed.utils.tensor_fragment.fragment_address"
 
 
-class Member(StandIn):
-    """An enum member, which pickles as a call of its class with ``value``."""
+class ZeroStage(StandIn):
+    """A ZeRO stage, 0 to 3: an enum member, which pickles as a call of its class."""
+
+    real = "deepspeed.runtime.zero.config.ZeroStageEnum"
 
     def __init__(self, value: int) -> None:
         super().__init__(value=value)
 
-    def __reduce__(self) -> tuple[type[Member], tuple[int]]:
+    def __reduce__(self) -> tuple[type[ZeroStage], tuple[int]]:
         return type(self), (self.value,)
-
-
-class ZeroStage(Member):
-    """A ZeRO stage, 0 to 3."""
-
-    real = "deepspeed.runtime.zero.config.ZeroStageEnum"
-
-
-class ModelType(Member):
-    """The kind of model; 1 is encoder_or_decoder."""
-
-    real = "megatron.core.enums.ModelType"
-
-
-class AttentionBackend(Member):
-    """The implementation of attention, which nothing here uses."""
-
-    real = "megatron.core.transformer.enums.AttnBackend"
 
 
 STAND_INS: tuple[type[StandIn], ...] = (
@@ -84,8 +68,6 @@ STAND_INS: tuple[type[StandIn], ...] = (
     DynamicScaler,
     FragmentAddress,
     ZeroStage,
-    ModelType,
-    AttentionBackend,
 )
 
 

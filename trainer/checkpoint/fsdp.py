@@ -9,10 +9,7 @@ local  pytorch_model_fsdp_rank<r>.bin,              tensors as in memory: the sa
        optimizer_0_rank<r>.bin                      and generation of FSDP
 =====  ===========================================  ============================================
 
-If a pipeline gives ranks different layers, ``full`` cannot be written, and the optimizer's DCP has
-its hyper-parameters under the name of each parameter (``flatten_optimizer_state_dict``, as
-torchtitan saves it), because a list of groups would be that of one stage. Both kinds are read into
-any stages. All that is read is compared with the live state first.
+All that is read is compared with the live state first.
 """
 
 from __future__ import annotations
@@ -22,7 +19,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import nn
 from torch.distributed._shard.sharded_tensor.api import ShardedTensor
 from torch.distributed.checkpoint.state_dict import (
@@ -36,9 +32,8 @@ from torch.distributed.fsdp import FullyShardedDataParallel, StateDictType
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from trainer.checkpoint import fsdp_dcp, fsdp_match, megatron, megatron_read
+from trainer.checkpoint import fsdp_dcp, fsdp_match
 from trainer.checkpoint.contents import Content, DcpDirectory, Nothing, TorchFile
-from trainer.checkpoint.directory import detect_layout
 from trainer.core.fsdp import ShardedEngine
 from trainer.core.ranks import Ranks
 from trainer.errors import CheckpointError, LayoutError
@@ -55,14 +50,9 @@ _READ = "read the checkpoint"
 
 
 def collect(engine: ShardedEngine, progress: dict[str, Any]) -> Iterator[Content]:
-    """Yield the model, then the optimizer: Accelerate's files, or Megatron-LM's. Collective.
-
-    Accelerate's files do not record progress.
-    """
+    """Yield the model, then the optimizer. The files do not record progress. Collective."""
+    del progress
     settings = engine.settings
-    if settings.state_dict_type == "megatron":
-        yield from megatron.collect(engine, progress)
-        return
     sharded = settings.state_dict_type == "sharded"
     form = settings.sharded_files if sharded else settings.state_dict_type
     model, optimizer, ranks = engine.model, engine.optimizer, engine.ranks
@@ -72,31 +62,19 @@ def collect(engine: ShardedEngine, progress: dict[str, Any]) -> Iterator[Content
     yield _make_content(model_name, form, "model", state, ranks)
     del state
     with ignore_known_warnings():
-        flat = form == "dcp" and _ranks_differ(model, ranks)
-        state = _get_optimizer_state(model, optimizer, form, ranks, flat=flat)
+        state = _get_optimizer_state(model, optimizer, form, ranks)
     yield _make_content(optimizer_name, form, "optimizer", state, ranks)
 
 
-def read(directory: Path, engine: ShardedEngine) -> dict[str, Any] | None:
-    """Fill an engine from Accelerate's files in any form, or from Megatron-LM's. Collective.
-
-    Returns:
-        The progress that Megatron-LM's files record, or None.
+def read(directory: Path, engine: ShardedEngine) -> None:
+    """Fill an engine from files in any form, which record no progress. Collective.
 
     Raises:
         CheckpointError: the checkpoint does not fit this run.
     """
-    if detect_layout(directory) == "Megatron-LM":
-        if engine.settings.strategy == "fsdp":
-            raise LayoutError(
-                f"{directory} has Megatron-LM's layout, and FSDP 1 has no parameters to fill"
-            )
-        with torch.no_grad(), engine.ranks.raise_on_all(_READ):
-            return megatron_read.read(directory, engine)
     with ignore_known_warnings():
         load(directory, engine.model, engine.optimizer, engine.ranks)
     engine.keep_hyperparameters()  # torch has taken those of the checkpoint
-    return None
 
 
 def load(directory: Path, model: nn.Module, optimizer: Optimizer, ranks: Ranks) -> None:
@@ -119,13 +97,10 @@ def load(directory: Path, model: nn.Module, optimizer: Optimizer, ranks: Ranks) 
     if form != "local" or not _is_live(state):
         set_model_state_dict(model, state, options=_make_options(load_form))
     del live, state
-    with ranks.raise_on_all(_READ):
-        flat = form == "dcp" and fsdp_dcp.is_flat(optimizer_path)
-    live = _get_optimizer_state(model, optimizer, _sharded_form(form), ranks, flat=flat)
+    live = _get_optimizer_state(model, optimizer, _sharded_form(form), ranks)
     state = _read_state(optimizer_path, form, load_form, {"optimizer": live}, ranks)
     if form != "local":
-        options = _make_options(load_form, flat=flat)
-        set_optimizer_state_dict(model, optimizer, state, options=options)
+        set_optimizer_state_dict(model, optimizer, state, options=_make_options(load_form))
         return
     for group, saved in zip(optimizer.param_groups, state["param_groups"], strict=True):
         group.update({key: value for key, value in saved.items() if key != "params"})
@@ -144,12 +119,10 @@ def _get_model_state(model: nn.Module, form: str, ranks: Ranks) -> State:
         return model.state_dict()
 
 
-def _get_optimizer_state(
-    model: nn.Module, optimizer: Optimizer, form: str, ranks: Ranks, *, flat: bool
-) -> State:
+def _get_optimizer_state(model: nn.Module, optimizer: Optimizer, form: str, ranks: Ranks) -> State:
     if form == "local":
         return optimizer.state_dict()
-    options = _make_options(form, offload=_should_offload(form, ranks), flat=flat)
+    options = _make_options(form, offload=_should_offload(form, ranks))
     return dict(get_optimizer_state_dict(model, optimizer, options=options))
 
 
@@ -161,16 +134,8 @@ def _should_offload(form: str, ranks: Ranks) -> bool:
     return form == "full" and ranks.device.type == "cuda"
 
 
-def _make_options(form: str, *, offload: bool = False, flat: bool = False) -> StateDictOptions:
-    return StateDictOptions(
-        full_state_dict=form == "full", cpu_offload=offload, flatten_optimizer_state_dict=flat
-    )
-
-
-def _ranks_differ(model: nn.Module, ranks: Ranks) -> bool:
-    """Return whether ranks have different layers."""
-    names = [name for name, _ in model.named_parameters()]
-    return any(other != names for other in ranks.all_gather_objects(names))
+def _make_options(form: str, *, offload: bool = False) -> StateDictOptions:
+    return StateDictOptions(full_state_dict=form == "full", cpu_offload=offload)
 
 
 def _is_live(state: State) -> bool:

@@ -68,17 +68,8 @@ def load(state: dict[str, Any], directory: Path) -> None:
         ) from error
 
 
-def is_flat(directory: Path) -> bool:
-    """Return whether an optimizer's hyper-parameters are under the name of each parameter.
-
-    Raises:
-        CheckpointError: the directory cannot be read.
-    """
-    return not all(group.isdigit() for group in _list_groups(_read_metadata(directory)))
-
-
 def _list_groups(metadata: Metadata) -> set[str]:
-    """Return the keys after ``optimizer.param_groups``: numbers, or first parts of names."""
+    """Return the keys after ``optimizer.param_groups``: numbers; in a flat state dict, names."""
     prefix = "optimizer.param_groups."
     names = metadata.state_dict_metadata
     return {name.split(".")[2] for name in names if name.startswith(prefix)}
@@ -105,8 +96,8 @@ def check(state: dict[str, Any], names: set[str], directory: Path) -> None:
             "resume with the model of the run that saved it",
         )
     groups = _list_groups(metadata)
-    grouped = state.get("optimizer", {}).get("param_groups", ())  # none if flat
-    if grouped and len(groups) != len(grouped):
+    grouped = state.get("optimizer", {}).get("param_groups", ())
+    if grouped and groups != {str(number) for number in range(len(grouped))}:
         raise LayoutError(
             f"the number of param groups is {len(groups)} in {directory}, and {len(grouped)} in "
             "this run",

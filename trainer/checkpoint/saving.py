@@ -178,8 +178,7 @@ def _check_layout(checkpoint: Path, settings: Settings) -> None:
     layout = directory.detect_layout(checkpoint) if checkpoint.is_dir() else ""
     if not layout:
         directory.find_checkpoint(checkpoint, None)  # it says what was expected there
-    readable = {settings.layout, "Megatron-LM"} if settings.layout == "FSDP" else {settings.layout}
-    if layout not in readable:
+    if layout != settings.layout:
         raise LayoutError(
             f"{checkpoint} has {f'the layout of {layout}' if layout else 'no known layout'}, and "
             f"--strategy {settings.strategy} reads the layout of {settings.layout}"

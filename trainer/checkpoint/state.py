@@ -37,7 +37,7 @@ NOT_INHERITED = frozenset(
 
 FORMAT = 1
 _REMEDY = "the file is damaged; resume from another --tag"
-SINCE_FORMAT_1 = frozenset({"tp", "pp", "ep", "pp_schedule", "async_save"})
+SINCE_FORMAT_1 = frozenset({"async_save"})
 """Settings that an older file of this format may lack."""
 
 

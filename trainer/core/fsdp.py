@@ -19,7 +19,7 @@ from collections.abc import Iterator
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import init_device_mesh
 
 from trainer.core.engine import ModelState, NativeEngine, count_storage_bytes
 from trainer.core.fsdp_reduce import UnitSums
@@ -45,18 +45,20 @@ class ShardedEngine(NativeEngine):
 
     def __init__(self, settings: Settings, ranks: Ranks) -> None:
         super().__init__(settings, ranks)
-        self.mesh = self._make_data_mesh()
+        axes = list_data_mesh_axes(settings)
+        self.mesh = init_device_mesh(
+            ranks.device.type, tuple(axes.values()), mesh_dim_names=tuple(axes)
+        )
         weights = InitialWeights(settings, ranks)
         # Shapes and frozen parameters must be read before parameters become shards of their unit.
         self.shapes = {name: tuple(p.shape) for name, p in weights.model.named_parameters()}
         shapes = [(name, tuple(p.shape)) for name, p in list_trainable(weights.model)]
         self._numel = sum(math.prod(shape) for _, shape in shapes)
         with ignore_known_warnings():
-            weights.model = self._cut_model(weights.model)
             self.units = choose_units(weights.model, settings)
             self._check(weights.model)
             self.model = self._wrap(weights)
-        self.groups = self._select_groups(make_param_groups(shapes, settings))
+        self.groups = make_param_groups(shapes, settings)
         self.optimizer = self._make_optimizer()
         self._gradient_bytes = self._sum_bytes = 0
         self._sums = UnitSums() if settings.reduction == "canonical" else None
@@ -92,22 +94,6 @@ class ShardedEngine(NativeEngine):
     @abstractmethod
     def parameters(self) -> Iterator[tuple[str, Tensor]]:
         """Yield full parameters, see Engine."""
-
-    # What a model that is itself cut over ranks changes (engines/grid.py)
-
-    def _cut_model(self, model: nn.Module) -> nn.Module:
-        """Return the part of the model that this rank's data-parallel ranks share: all of it."""
-        return model
-
-    def _select_groups(self, groups: list[ParamGroup]) -> list[ParamGroup]:
-        """Return the groups, with the parameters that this rank's part of the model has: all."""
-        return groups
-
-    def _make_data_mesh(self) -> DeviceMesh:
-        """Return the mesh of the ranks that share the model."""
-        axes = list_data_mesh_axes(self.settings)
-        names, sizes = tuple(axes), tuple(axes.values())
-        return init_device_mesh(self.ranks.device.type, sizes, mesh_dim_names=names)
 
     # The step
 

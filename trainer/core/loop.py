@@ -1,6 +1,6 @@
 """Training: draw samples, run forward and backward, update the weights, and repeat.
 
-One step of N data-parallel ranks with accumulation A (global batch = micro batch x A x N)::
+One step of N ranks with accumulation A (global batch = micro batch x A x N)::
 
     rank 0   micro batch 0      micro batch N      ...  \
     rank 1   micro batch 1      micro batch N+1    ...   >  sum of gradients -> norm -> AdamW
@@ -71,18 +71,17 @@ def _run_microbatches(
 ) -> list[float]:
     """Run forward and backward on this step's samples; return the losses of all ranks.
 
-    Micro batch m of the step belongs to data-parallel rank m % dp and is its (m // dp)-th. Dropout
-    draws from a generator that is seeded by the number of the first sample, so that its masks do
-    not depend on the number of ranks either.
+    Micro batch m of the step belongs to rank m % N and is its (m // N)-th. Dropout draws from a
+    generator that is seeded by the number of the first sample, so that its masks do not depend on
+    the number of ranks either.
 
     If the ranks do not divide the micro batches, the last ranks lack one. They repeat another micro
     batch in its place, because they must take part in the collectives; its gradients and its loss
     are not used.
     """
-    grid = settings.grid
     losses: list[Tensor] = []
     for index in range(settings.accumulation):
-        number = (index * grid.dp + grid.data_index(ranks.rank)) % settings.microbatches
+        number = (index * ranks.world + ranks.rank) % settings.microbatches
         first = progress.samples + number * settings.micro_batch
         tokens = corpus.get_samples(first, settings.micro_batch).to(ranks.device)
         torch.manual_seed(derive_seed(settings.seed, 1, first))
@@ -91,7 +90,7 @@ def _run_microbatches(
     own = torch.stack(losses)
     of_all_ranks = own.new_empty(ranks.world * len(losses))
     ranks.all_gather(of_all_ranks, own)
-    in_order = of_all_ranks.view(ranks.world, -1)[grid.data_ranks].t().reshape(-1)
+    in_order = of_all_ranks.view(ranks.world, -1).t().reshape(-1)
     return in_order[: settings.microbatches].tolist()
 
 
@@ -102,10 +101,9 @@ def _update_or_skip(
     not_finite = [number for number, loss in enumerate(losses) if not math.isfinite(loss)]
     if not_finite and settings.on_nan == "stop":
         number = not_finite[0]
-        rank = settings.grid.data_ranks[number % settings.grid.dp]
         raise TrainingError(
             f"the loss of step {progress.step + 1} is {losses[number]} in micro batch {number} "
-            f"(rank {rank})",
+            f"(rank {number % settings.nproc})",
             "check the data; or resume from an earlier --tag with a lower --lr or --on-nan skip",
         )
     if not_finite:

@@ -1,7 +1,6 @@
 """Engines that adapt other programs, and the choice among all engines.
 
 fsdp1              FSDP 1 with the options that Accelerate has for it
-grid               a model that is cut by tensor, stage and expert (``parallel/``)
 deepspeed          the real DeepSpeed
 deepspeed_setup    its import, and the settings that it cannot follow
 deepspeed_config   the settings as its configuration
@@ -34,8 +33,6 @@ def build_engine(settings: Settings, ranks: Ranks) -> Engine:
     path = _CLASSES[settings.strategy]
     if settings.engine == "deepspeed":
         path = "engines.deepspeed.DeepSpeedEngine"
-    elif settings.grid.cuts_model:
-        path = "engines.grid.GridEngine"
     module, _, name = path.rpartition(".")
     engine: Engine = getattr(importlib.import_module(f"trainer.{module}"), name)(settings, ranks)
     return engine

@@ -254,11 +254,7 @@ class Megatron(Writer):
 
         if request.described is None:
             raise AssertionError("`rename` describes the model")
-        laid = write.lay_out(state, request.own, request.described)
-        if request.run is None or not request.keeps_layout:
-            return laid
-        # Our trainer resumes from a run directory of its own, which Megatron-LM does not have.
-        return laid._replace(skeleton=request.run.lay_out_directory(laid.skeleton), load_line="")
+        return write.lay_out(state, request.own, request.described)
 
 
 def _find_dtype_of_module(source: Manifest, args: Mapping[str, Any]) -> DType | None:
