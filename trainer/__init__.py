@@ -1,7 +1,7 @@
 """A minimal sharded trainer: ZeRO 0-3 and FSDP, per-rank checkpoints, bit-exact resume.
 
-It writes the files that DeepSpeed and PyTorch write. It imports DeepSpeed only for ``--engine
-deepspeed``, and ``reshard`` only for ``--auto`` and to resume from other programs' checkpoints.
+It writes the files that DeepSpeed and PyTorch write. It does not import DeepSpeed, and imports
+``reshard`` only for ``--auto`` and to resume from other programs' checkpoints.
 
 Read ``core`` first, in the order of its docstring; that takes an evening. The rest adapts it to
 other programs:
@@ -10,7 +10,7 @@ other programs:
 core/                             the loop, the data, the model, ddp, ZeRO 1 to 3, FSDP
 schedule, scaling, offload        learning rate and loss scale of DeepSpeed; CPU and disk offload
 fsdp_options                      what the options of FSDP mean
-engines/                          engines that adapt other programs: FSDP 1, DeepSpeed
+engines/                          the choice of the engine; FSDP 1
 checkpoint/                       files in the layouts of DeepSpeed and FSDP
 config/                           ds_config.json, accelerate.yaml and config.json, read
 auto                              --auto: the first strategy that fits the memory

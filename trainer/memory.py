@@ -106,7 +106,7 @@ def _format_table(settings: Settings, numel: int, rows: list[tuple[Settings, Mod
             f"{state.parameters:>12,} {state.gradients:>12,} {state.optimizer:>12,} "
             f"{state.accumulators:>10,}"
         )
-        if variant.layout == "DeepSpeed" and variant.engine == "native":
+        if variant.layout == "DeepSpeed":
             prediction = predict(variant, numel)
             expected = prediction.parameters + prediction.gradients + prediction.optimizer
             columns = f"{format_formula(variant):<14} {expected:>13,} {measured:>13,} "

@@ -177,17 +177,11 @@ def _check_numbers(settings: Settings) -> None:
 
 def _check_strategy(settings: Settings) -> None:
     strategy = settings.strategy
-    if settings.engine == "deepspeed" and strategy not in ZERO:
-        raise SettingsError(
-            f"--engine deepspeed does not support --strategy {strategy}",
-            f"use --strategy {', '.join(ZERO[:-1])} or {ZERO[-1]}",
-        )
     if settings.reduction == "canonical" and not supports_canonical(settings):
-        replicas = f", {settings.fsdp_sharding_strategy}" if strategy in FSDP else ""
         raise SettingsError(
-            f"--reduction canonical is not supported by {strategy} ({settings.engine} "
-            f"engine{replicas}), whose gradients are summed inside the framework",
-            "use --reduction fast, or ddp, ZeRO or FSDP's FULL_SHARD of the native engine",
+            f"--reduction canonical is not supported by {strategy} with "
+            f"{settings.fsdp_sharding_strategy}, whose gradients are summed inside torch",
+            "use --reduction fast, or FULL_SHARD, ddp or ZeRO",
         )
     if settings.offload_param != "none" and strategy != "zero3":
         raise SettingsError(
@@ -219,11 +213,6 @@ def _check_files(settings: Settings) -> None:
         raise SettingsError(
             "--resume auto continues the run in the directory that --save names, and there is none",
             "add --save DIRECTORY",
-        )
-    if settings.async_save and settings.engine == "deepspeed":
-        raise SettingsError(
-            "--async-save needs a copy of the state, and DeepSpeed saves its live engine",
-            "use --engine native, or leave out --async-save",
         )
     if settings.tag and not settings.resume:
         raise SettingsError(

@@ -98,7 +98,6 @@ class Settings:
     strategy: str = _field(
         "zero2", "how parameters, gradients and optimizer are distributed", *ZERO, *FSDP
     )
-    engine: str = _field("native", "native, or the installed DeepSpeed", "native", "deepspeed")
     reduction: str | None = _field(
         None,
         "canonical: bitwise equal at any number of ranks (default of ddp and ZeRO); fast: sums in "
@@ -205,14 +204,11 @@ class Settings:
 
 
 def get_default_reduction(settings: Settings) -> str:
-    """Return "canonical" for ddp and ZeRO, if the engine supports it."""
-    is_zero = supports_canonical(settings) and settings.strategy in ZERO
-    return "canonical" if is_zero else "fast"
+    """Return "canonical" for ddp and ZeRO, and "fast" for FSDP."""
+    return "canonical" if settings.strategy in ZERO else "fast"
 
 
 def supports_canonical(settings: Settings) -> bool:
     """Return whether the run can add gradients in micro batch order."""
-    if settings.engine != "native":
-        return False
     sharded = settings.fsdp_sharding_strategy in ("FULL_SHARD", "SHARD_GRAD_OP")
     return settings.strategy in ZERO or sharded

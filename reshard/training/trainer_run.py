@@ -46,7 +46,7 @@ _OF_A_START = frozenset(
     " save_16bit_model".split()
 )
 _OF_THE_RANKS = frozenset(
-    "strategy engine reduction reduce_bucket_size sub_group_size persistence_threshold"
+    "strategy reduction reduce_bucket_size sub_group_size persistence_threshold"
     " offload_optimizer offload_param state_dict_type sharded_files".split()
 )
 
@@ -226,5 +226,5 @@ def choose_flags(names: Collection[str], zero_stage: int | None, strategy: str) 
     for name, strategies, flags in _FSDP_FORMS:
         if name in names:
             chosen = strategy if strategy in strategies else strategies[0]
-            return ["--strategy", chosen, "--engine", "native", *flags.split()]
+            return ["--strategy", chosen, *flags.split()]
     return None

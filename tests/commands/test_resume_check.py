@@ -416,16 +416,16 @@ def test_a_signal_without_a_name_is_told_by_its_number():
     [
         ("deepspeed", {"zero_stage": 0}, "--strategy ddp"),
         ("deepspeed", {"zero_stage": 3}, "--strategy zero3"),
-        ("accelerate", {}, "--strategy fsdp2 --engine native --state-dict-type sharded"),
+        ("accelerate", {}, "--strategy fsdp2 --state-dict-type sharded"),
         (
             "fsdp",
             {"state_dict_type": "full"},
-            "--strategy fsdp --engine native --state-dict-type full",
+            "--strategy fsdp --state-dict-type full",
         ),
         (
             "fsdp",
             {"rank_files": True},
-            "--strategy fsdp2 --engine native --state-dict-type sharded",
+            "--strategy fsdp2 --state-dict-type sharded",
         ),
     ],
 )

@@ -13,7 +13,7 @@ import sys
 import traceback
 from argparse import Namespace
 from pathlib import Path
-from unittest import mock
+from types import SimpleNamespace
 
 import torch
 import torch.distributed as dist
@@ -22,7 +22,6 @@ from tests.trainer import worlds
 from trainer.checkpoint import saving
 from trainer.core.data import Corpus
 from trainer.engines import build_engine
-from trainer.errors import TrainerError
 from trainer.resolve import resolve
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -32,10 +31,6 @@ def main(path):
     """Run all jobs."""
     worlds.METHOD = "fork"  # of the process that has imported DeepSpeed
     jobs, results = torch.load(path, weights_only=False), {}
-    if "nvme" in {name for _, named in jobs for name, *_ in named}:
-        from deepspeed.ops.op_builder import AsyncIOBuilder
-
-        AsyncIOBuilder().load(verbose=False)  # once, before all ranks would compile it
     for world, named in jobs:
         results |= worlds.run(world, work, named)[0]
     torch.save(results, f"{path}.done")
@@ -65,17 +60,8 @@ def look(ranks, **chosen):
     engine = build_engine(settings, ranks)
     progress = saving.resume(Path(settings.resume) / settings.tag, settings, engine).progress
     state = {"parameters": {name: fp32(value) for name, value in engine.parameters()}}
-    if settings.engine == "deepspeed":
-        from tests.trainer import bare_deepspeed
-
-        state |= {key: deepspeed_moment(engine, key) for key in MOMENTS}
-        state["counters"] = bare_deepspeed.read_counters(engine.live)
-        steps = [float(s["step"]) for s in engine.live.basic_optimizer.state.values()]
-    else:
-        state |= {key: native_moment(engine, key) for key in MOMENTS}
-        steps = [float(s.step) for s in engine.shard.states]
-    state["model_state"] = dataclasses.asdict(engine.measure_state())
-    state["steps"] = set(steps)
+    state |= {key: native_moment(engine, key) for key in MOMENTS}
+    state["steps"] = {float(s.step) for s in engine.shard.states}
     state["progress"] = dataclasses.asdict(progress)
     state["scaler"] = dataclasses.asdict(engine.scaler)
     return state
@@ -84,25 +70,6 @@ def look(ranks, **chosen):
 def fp32(tensor):
     """Return a copy in fp32; frozen parameters are as narrow as the run."""
     return tensor.detach().float().clone().numpy()
-
-
-def deepspeed_moment(engine, key):
-    """Return a full moment by fqn."""
-    from deepspeed.utils import safe_get_full_optimizer_state
-
-    wholes = {}
-    optimizer = engine.live.optimizer
-    if hasattr(optimizer, "_lazy_init_hp_params_optimizer_state"):  # after the first step, else
-        optimizer._hp_optimizer_states_linked = False
-        optimizer._lazy_init_hp_params_optimizer_state()
-    for name, parameter in engine.live.module.named_parameters():
-        if parameter.requires_grad:
-            whole = safe_get_full_optimizer_state(parameter, key)
-            if whole is None:
-                master = engine._find_stage_0_master(parameter)
-                whole = engine.live.basic_optimizer.state[master][key]
-            wholes[name] = fp32(whole)
-    return wholes
 
 
 def native_moment(engine, key):
@@ -121,22 +88,55 @@ def native_moment(engine, key):
     return wholes
 
 
-def bare(ranks, *, run, tag, model, config, frozen, first, steps, chosen):  # noqa: PLR0913
-    """Run a script without the trainer, on the samples that follow ``first``."""
+def bare(ranks, *, config, chosen, at, load=None, save=None):
+    """Run a script without the trainer, on the trainer's samples.
+
+    Args:
+        ranks: all ranks.
+        config: of DeepSpeed.
+        chosen: settings of the trainer, for the model and the samples.
+        at: the step that is saved or loaded.
+        load: run directory and tag; else it starts, and trains and saves the first ``at`` steps.
+        save: the run directory.
+
+    Returns:
+        ``state`` and ``counters`` after ``at`` steps, ``losses``, and which steps were ``skipped``.
+    """
     from tests.trainer import bare_deepspeed
 
     settings = resolve(chosen, ranks.world)
+    tokens = _draw_tokens(settings, ranks)
+    losses, skipped = [], []
+    with contextlib.redirect_stdout(io.StringIO()):
+        engine = bare_deepspeed.start(chosen["model"], config, chosen["freeze"])
+        if load:
+            bare_deepspeed.resume(engine, *load)
+        else:
+            losses, skipped = bare_deepspeed.train(engine, tokens[:at])
+            engine.save_checkpoint(save, tag=f"global_step{at}")
+        found = bare_deepspeed.read_state(engine), bare_deepspeed.read_counters(engine)
+        more_losses, more_skipped = bare_deepspeed.train(engine, tokens[at:])
+    return SimpleNamespace(
+        state=found[0],
+        counters=found[1],
+        losses=losses + more_losses,
+        skipped=skipped + more_skipped,
+    )
+
+
+def _draw_tokens(settings, ranks):
+    """Return this rank's micro batches by step, as the trainer gives them to it."""
     corpus = Corpus(settings.data, settings.seq_len, settings.seed)
-    numbers = [
+    size = settings.micro_batch
+    return [
         [
-            first + step * settings.global_batch + index * ranks.world + ranks.rank
+            corpus.get_samples(
+                step * settings.global_batch + (index * ranks.world + ranks.rank) * size, size
+            )
             for index in range(settings.accumulation)
         ]
-        for step in range(steps)
+        for step in range(settings.steps)
     ]
-    tokens = [[corpus.get_samples(number, 1) for number in step] for step in numbers]
-    with contextlib.redirect_stdout(io.StringIO()):
-        return bare_deepspeed.train(run, tag, model, config, frozen, tokens)
 
 
 def zero_to_fp32(ranks, run, tag):
@@ -166,45 +166,6 @@ def to_universal(ranks, run, tag, out):
         )
 
 
-def refused(ranks, **chosen):
-    """Return the error of a run that the trainer refuses."""
-    return _error(lambda: worlds._train(ranks, chosen))
-
-
-def refused_resume(ranks, **chosen):
-    """Return the error of a checkpoint that the trainer cannot load."""
-    return _error(lambda: look(ranks, **chosen))
-
-
-def without_deepspeed(ranks, **chosen):
-    """Return the error of a run without DeepSpeed."""
-    with mock.patch.dict(sys.modules, {"deepspeed": None}):
-        return refused(ranks, **chosen)
-
-
-def without_libaio(ranks, **chosen):
-    """Return the error of a run without DeepSpeed's disk operation."""
-    from deepspeed.ops.op_builder import AsyncIOBuilder
-
-    with mock.patch.object(AsyncIOBuilder, "is_compatible", return_value=False):
-        return refused(ranks, **chosen)
-
-
-def full_disk(ranks, at, **chosen):
-    """Return the error when rank 1 cannot write the checkpoint of step ``at``."""
-    from trainer.checkpoint import files
-
-    real = files.save
-
-    def save(value, path, **keywords):
-        if ranks.rank == 1 and f"global_step{at}." in str(path):
-            raise OSError(28, "No space left on device")
-        real(value, path, **keywords)
-
-    with mock.patch.object(files, "save", save):
-        return refused(ranks, **chosen)
-
-
 def scalers(ranks, window, overflows):
     """Return the scales of DeepSpeed's scaler and of ours, step by step."""
     from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler
@@ -219,15 +180,6 @@ def scalers(ranks, window, overflows):
         ours.update(overflow=overflow)
         scales.append((theirs.cur_scale, ours.scale))
     return scales
-
-
-def _error(do):
-    try:
-        with contextlib.redirect_stdout(io.StringIO()):
-            do()
-    except TrainerError as error:
-        return type(error).__name__, str(error)
-    return None, ""
 
 
 if __name__ == "__main__":

@@ -293,7 +293,6 @@ def test_the_batch_identity_fills_in_what_is_not_given(chosen, world, expected):
         ({"strategy": "zero3", "offload_param": "nvme"}, 1, "nvme-path"),
         ({"precision": "bf16", "grad_dtype": "fp16"}, 1, "use --grad-dtype fp32 or bf16"),
         ({"precision": "fp32", "grad_dtype": "bf16"}, 1, "use --grad-dtype fp32$"),
-        ({"engine": "deepspeed", "strategy": "fsdp"}, 1, "not support --strategy fsdp"),
         ({"tag": "x"}, 1, "there is no --resume"),
     ],
 )

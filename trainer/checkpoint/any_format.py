@@ -105,8 +105,7 @@ def _make_options(settings: Settings, model: nn.Module) -> Iterator[SplitOptions
             chosen |= {"param_groups": groups}
         else:
             # Stage 0 has no names in its optimizer; our own reader of ddp takes those of stage 1.
-            least = 0 if settings.engine == "deepspeed" else 1
-            stage = max(settings.zero_stage, least)
+            stage = max(settings.zero_stage, 1)
             chosen |= {"to": "deepspeed", "zero_stage": stage, "dtype": settings.precision}
         yield SplitOptions(names="module", **chosen)
 

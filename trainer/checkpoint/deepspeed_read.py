@@ -170,7 +170,15 @@ class _Saved:
             )
         slots = [base["state"].get(index, {}) for index in range(len(masters))]
         _check_adam(slots, self.directory)
-        return _RankStates(masters, slots, None)
+        scaler = None
+        if saved.get("dynamic_loss_scale"):  # which has no hysteresis in stage 0
+            fields = ("cur_scale", "cur_iter", "last_overflow_iter")
+            files.check_keys(saved, self.directory, *fields)
+            patience = self._engine.scaler.patience
+            scaler = foreign.DynamicScaler(
+                **{name: saved[name] for name in fields}, cur_hysteresis=patience
+            )
+        return _RankStates(masters, slots, scaler)
 
 
 def _check_adam(slots: list[dict[str, Any]], path: Path) -> None:

@@ -42,10 +42,6 @@ class Resumed:
 
 def choose_format(settings: Settings) -> tuple[Collect, Read]:
     """Return the functions that collect and read the files of this run's engine."""
-    if settings.engine == "deepspeed":
-        from trainer.engines import deepspeed_files
-
-        return deepspeed_files.collect, deepspeed_files.read
     if settings.layout == "DeepSpeed":
         from trainer.checkpoint import deepspeed, deepspeed_read
 

@@ -1,13 +1,4 @@
-"""Engines that adapt other programs, and the choice among all engines.
-
-fsdp1              FSDP 1 with the options that Accelerate has for it
-deepspeed          the real DeepSpeed
-deepspeed_setup    its import, and the settings that it cannot follow
-deepspeed_config   the settings as its configuration
-deepspeed_files    its checkpoints
-
-ddp, ZeRO and FSDP 2 are in ``trainer.core``.
-"""
+"""The choice among the engines. FSDP 1 is here; ddp, ZeRO and FSDP 2 are in ``trainer.core``."""
 
 from __future__ import annotations
 
@@ -29,10 +20,7 @@ _CLASSES = {
 
 
 def build_engine(settings: Settings, ranks: Ranks) -> Engine:
-    """Return the engine of ``settings.engine`` and ``settings.strategy``, with its model."""
-    path = _CLASSES[settings.strategy]
-    if settings.engine == "deepspeed":
-        path = "engines.deepspeed.DeepSpeedEngine"
-    module, _, name = path.rpartition(".")
+    """Return the engine of ``settings.strategy``, with its model."""
+    module, _, name = _CLASSES[settings.strategy].rpartition(".")
     engine: Engine = getattr(importlib.import_module(f"trainer.{module}"), name)(settings, ranks)
     return engine
