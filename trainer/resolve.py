@@ -17,6 +17,8 @@ def resolve(chosen: dict[str, Any], nproc: int) -> Settings:
     Raises:
         SettingsError: choices contradict each other.
     """
+    if nproc < 1:
+        raise SettingsError(f"nproc is {nproc}: expected a positive number", "use a larger --nproc")
     settings = Settings(**{**chosen, "nproc": nproc})
     derived: dict[str, Any] = {**_derive_batches(settings, chosen), **_derive_defaults(settings)}
     settings = dataclasses.replace(settings, **derived)

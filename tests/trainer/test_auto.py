@@ -83,8 +83,6 @@ def test_what_the_user_states_is_kept(model, memory):
     assert pick(model, strategy="zero2", seq_len=128).values["strategy"] == "zero2"
     with pytest.raises(SettingsError, match="chooses among ddp"):
         pick(model, strategy="fsdp2", seq_len=128)
-    with pytest.raises(SettingsError, match="data-parallel"):
-        pick(model, tp=2, seq_len=128)
 
 
 def test_a_launcher_has_started_the_ranks_too_early(monkeypatch, capsys):

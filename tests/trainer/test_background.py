@@ -31,11 +31,6 @@ FORMS = {
     "fsdp local": {"strategy": "fsdp", "state_dict_type": "local", "tie_embeddings": False},
     "fsdp2 dcp": {"strategy": "fsdp2", "state_dict_type": "sharded"},
     "fsdp2 ranks": {"strategy": "fsdp2", "sharded_files": "rank"},
-    "fsdp2 megatron": {
-        "strategy": "fsdp2",
-        "state_dict_type": "megatron",
-        "tie_embeddings": False,
-    },
 }
 
 
