@@ -63,7 +63,11 @@ def order_by_model(manifest: Manifest, model: ModelShapes) -> Manifest:
     _check_weights(stored, model)
     positions = {fqn: number for number, fqn in enumerate((*model.parameters, *model.buffers))}
     order = {fqn: positions[model.tied.get(fqn, fqn)] for fqn in stored}
-    entries = sorted(manifest.entries.values(), key=lambda entry: order[entry.fqn])
+    buffers = {fqn for fqn in stored if model.tied.get(fqn, fqn) in model.buffers}
+    entries = [
+        replace(entry, kind=BUFFER) if entry.kind == PARAM and entry.fqn in buffers else entry
+        for entry in sorted(manifest.entries.values(), key=lambda entry: order[entry.fqn])
+    ]
     train = manifest.train.sort_groups(order)
     ordered = manifest.with_entries(entries)
     return replace(ordered, train=train, ordered=True, ordered_by_model=True)

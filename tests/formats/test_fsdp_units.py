@@ -11,7 +11,8 @@ from reshard.core.chunks import Chunk
 from reshard.core.dtypes import BY_NAME, FLOAT32
 from reshard.core.manifest import PARAM, Entry, Manifest, Origin, index_entries
 from reshard.errors import UnsupportedError
-from reshard.formats.fsdp import flat_units, rank_files
+from reshard.formats.fsdp import flat_units
+from reshard.state_dict.parameter_kinds import build_is_divided
 
 
 def members(*names):
@@ -60,5 +61,5 @@ def test_one_row_is_ignored_only_if_every_rank_has_it(file, copies, divided):
     manifest = Manifest(Origin("fsdp", "path", mesh={"world": 2}), entries, {}, ordered=True)
     members = [SimpleNamespace(fqn=each.fqn, weight=each) for each in (cut, row)]
     state = SimpleNamespace(members=members, weights=[cut, row], groups=[], manifest=manifest)
-    is_divided = rank_files.build_is_divided(state, None)
+    is_divided = build_is_divided(state, None)
     assert (is_divided(cut), is_divided(row)) == (True, divided)

@@ -32,7 +32,7 @@ from reshard.training import copied_files
 from reshard.training.state import build_writable_state
 from tests.judged.alike import assert_alike, assert_same_state
 from tests.judged.expected import read_expected
-from tests.judges import library_judge
+from tests.judges import library_judge, server
 from tests.judges import split_worker as worker
 from tests.judges.ranks import run_in_turn
 from tests.judges.split_worker import resumed
@@ -295,6 +295,82 @@ def test_no_parameter_of_no_shard_is_taken_for_an_ignored_one(torch_made, tmp_pa
     form = {"state_dict_type": "local"} if to == "fsdp" else {}
     report = reshard.split(source, tmp_path / "out", to=to, world_size=3, **form, **told)
     assert not any("plain tensors" in note for note in report.notes)
+
+
+# Buffers in ZeRO 3, which stores parameters in shards, and buffers whole
+
+MENAGERIE = "tests.judges.torch_models:menagerie"
+NONE = {"init_optimizer": "none"}
+ZERO_3 = {  # name -> source and options; DCP's blocks state what each tensor is, or a model does
+    "sharded": ("fsdp2_dcp", {}),
+    "frozen": ("fsdp2_dcp_tied_frozen", {}),
+    "twin": ("fsdp2_dcp_raw_twin", {}),
+    "model": ("dcp_one_process", {"model": MENAGERIE}),
+    "weights": ("fsdp2_dcp", NONE),
+    "weights model": ("dcp_one_process", {"model": MENAGERIE, **NONE}),
+}
+
+
+@pytest.fixture(scope="module")
+def stage_3(torch_made, tmp_path_factory):
+    """Return name -> what a real engine holds after it loaded that output."""
+    place, jobs = tmp_path_factory.mktemp("stage3"), {}
+    alone = {"load_module_only": True, "load_optimizer_states": False}
+    for name, (case, options) in ZERO_3.items():
+        made = place / f"{name}.run"
+        target = {"to": "deepspeed", "zero_stage": 3, "world_size": 2}
+        if name == "frozen":
+            target["param_groups"] = place / "groups.json"
+            target["param_groups"].write_text('[{"fqns": ["frozen"], "frozen": true}, {}]')
+        reshard.split(torch_made / case / "ckpt", made, **target, **options)
+        arguments = alone if "init_optimizer" in options else {}
+        told = {"how": "stage 3", "load": str(made), "build": CASES[case].build}
+        jobs[name] = (2, told | {"arguments": arguments})
+    judge = server.Judge("tests.judges.order_worker", "stage 3", {}, like=server.DEEPSPEED)
+    return judge.run(place / "runs", jobs)
+
+
+@pytest.mark.parametrize("name", ZERO_3)
+def test_deepspeed_loads_the_buffers_of_pytorch_at_stage_3(name, stage_3, torch_made):
+    found, expected = stage_3[name], read_expected(torch_made / ZERO_3[name][0])
+    assert isinstance(found, dict), found
+    for part in ("params", "buffers"):
+        for fqn, value in expected[part].items():
+            assert same(found[part][fqn], value), fqn
+    assert bool(found["slots"]) == ("weights" not in name)
+    for slot, tensors in found["slots"].items():
+        for fqn, value in tensors.items():
+            assert same(value, expected["optimizer"][fqn][slot]), (slot, fqn)
+
+
+@pytest.mark.parametrize("to", [{"zero_stage": 3}, {"zero_stage": 3, **NONE}])
+def test_stage_3_asks_what_no_file_states(torch_made, tmp_path, to):
+    """A frozen parameter and a buffer of one process look alike; a weight or bias is known."""
+    source = torch_made / "plain_ddp" / "ckpt"
+    with pytest.raises(IncompleteError) as caught:
+        reshard.split(source, tmp_path / "out", to="deepspeed", world_size=2, **to)
+    assert "running" in caught.value.problem
+    assert "weight" not in caught.value.problem
+    assert "--model" in (caught.value.remedy or "")
+    assert not (tmp_path / "out").exists()
+    told = {"to": "deepspeed", "world_size": 2}
+    reshard.split(source, tmp_path / "model", **told, **to, model=MENAGERIE)
+    reshard.split(source, tmp_path / "stage2", **told, **{**to, "zero_stage": 2})
+
+
+def test_a_new_optimizer_trains_no_buffer(torch_made, tmp_path):
+    groups = tmp_path / "groups.json"
+    groups.write_text('[{"lr": 1e-3}]')
+    source = torch_made / "fsdp1_full_model_only" / "ckpt"
+    told = {"to": "deepspeed", "zero_stage": 1, "init_optimizer": "zeros", "param_groups": groups}
+    with pytest.raises(IncompleteError, match="trains only parameters"):
+        reshard.split(source, tmp_path / "refused", **told)
+    made = tmp_path / "made"
+    reshard.split(source, made, **told, model=MENAGERIE)
+    (states,) = made.rglob("*model_states.pt")
+    held = torch.load(states, weights_only=False)
+    assert sorted(held["buffer_names"]) == ["count", "running"]
+    assert "running" not in held["param_shapes"][0]
 
 
 # The same state

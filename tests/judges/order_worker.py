@@ -34,7 +34,7 @@ import reshard.dcp
 import reshard.deepspeed
 import reshard.lightning
 import reshard.transformers
-from tests.judges import hf_trainer, library_lightning, ranks
+from tests.judges import deepspeed_state, hf_trainer, library_lightning, ranks, torch_models
 from tests.judges.deepspeed_train import start_rank
 
 SAVED, LATER, SIZE = 3, 3, 8
@@ -105,6 +105,33 @@ def train_deepspeed(job: ranks.Job, rank: int) -> list[float]:
         return loss.item()
 
     return go_on(told, step, lambda: engine.save_checkpoint(str(job.out / "saved")))
+
+
+def load_stage_3(job: ranks.Job, rank: int) -> dict[str, Any]:
+    """Load a directory with DeepSpeed's own loader at stage 3; return what the engine holds."""
+    ranks.join_group(job, rank)
+    start_rank()
+    model = getattr(torch_models, job.told["build"])()
+    for tensor in model.state_dict().values():
+        tensor.zero_()
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    config = {
+        "train_micro_batch_size_per_gpu": 1,
+        "zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0},
+        "zero_allow_untested_optimizer": True,
+    }
+    optimizer = torch.optim.AdamW(trained, lr=1e-2)
+    engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config)
+    path, _ = engine.load_checkpoint(job.told["load"], **job.told["arguments"])
+    assert path is not None, "DeepSpeed found no checkpoint"
+    slots: dict[str, Any] = {}
+    if not job.told["arguments"]:
+        slots = deepspeed_state.snapshot_once(engine, ("exp_avg", "exp_avg_sq")).slots
+    return {
+        "params": deepspeed_state.live_params(engine.module),
+        "buffers": deepspeed_state.persistent_buffers(engine.module),
+        "slots": slots,
+    }
 
 
 def train_accelerate(job: ranks.Job, _rank: int) -> list[float]:
@@ -271,6 +298,7 @@ def go_on(told: dict[str, Any], step: Any, save: Any) -> list[float]:
 
 TRAIN = {
     "deepspeed": train_deepspeed,
+    "stage 3": load_stage_3,
     "accelerate": train_accelerate,
     "hf": train_hf,
     "lightning": train_lightning,

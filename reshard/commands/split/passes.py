@@ -34,6 +34,7 @@ from reshard.model.order import (
 from reshard.model.published import may_be_published
 from reshard.naming.options import NameOptions, Naming
 from reshard.naming.published import ModelConfig, choose_form
+from reshard.state_dict.parameter_kinds import mark_buffers
 from reshard.state_dict.torch_state_dict import refuse_unwritable_hyper
 from reshard.system.derived import Derived
 from reshard.system.files import SourceFiles
@@ -391,8 +392,9 @@ def build_state(conversion: StateConversion, options: SplitOptions) -> WritableS
     groups = param_groups.read(options.param_groups) if options.param_groups else None
     is_live = bool(request.live_groups) and not request.weights_only
     is_new = options.init_optimizer == "zeros"
-    if is_new and groups is None and not state.groups and not is_live:
-        groups = param_groups.ONE
+    if is_new and not state.groups and not is_live:
+        groups = groups or param_groups.ONE
+        state = mark_buffers(state, request.model, "a new optimizer trains only parameters")
     if not is_new and not request.weights_only:
         others = [] if state.members else run.list_others(conversion.manifest.origin.path)
         refuse_without_optimizer(state, can_start=conversion.writer.starts_optimizer, others=others)

@@ -212,6 +212,7 @@ class Native(_DeepSpeedWriter):
             IncompleteError: nothing states the order of the model's parameters.
         """
         from reshard.formats.deepspeed import write
+        from reshard.state_dict.parameter_kinds import mark_buffers
 
         if not state.manifest.ordered and not request.weights_only:
             raise IncompleteError(
@@ -220,6 +221,10 @@ class Native(_DeepSpeedWriter):
                 " them (FSDP units and safetensors files have their own order)",
                 "pass the model: --model config.json|DIR|module:factory",
             )
+        if request.zero_stage == 3:
+            why = "ZeRO-3 stores parameters in shards but buffers whole"
+            otherwise = ", or write another stage: --zero-stage 2"
+            state = mark_buffers(state, request.model, why, otherwise)
         laid_out = write.lay_out(
             state,
             weights_only=request.weights_only,

@@ -15,31 +15,26 @@ from __future__ import annotations
 
 import json
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cache
 from typing import Any
 
 from reshard.containers import skeletons, torch_writer
 from reshard.containers.pickles.canonical import Canonicalizer
-from reshard.core.chunks import find_boxes
 from reshard.core.manifest import Keyed, Skeleton
 from reshard.core.stamps import Stamp
-from reshard.errors import IncompleteError, UsageError
+from reshard.errors import UsageError
 from reshard.formats.request import Request
 from reshard.formats.trainers.accelerate import lay_out_accelerate_extras
-from reshard.layouts import mesh
 from reshard.layouts.mesh import MeshGrid, MeshPlacements, find_sharded_dims
 from reshard.layouts.partition import Cut
 from reshard.layouts.tensor_parallel import TensorPlan, find_cuts
-from reshard.model import ModelShapes
 from reshard.state_dict import torch_state_dict
+from reshard.state_dict.parameter_kinds import build_is_divided
 from reshard.state_dict.sections import TRAIN_STATE
 from reshard.state_dict.slots import RankFileLayouts, WholeSlots
 from reshard.state_dict.torch_state_dict import Value
-from reshard.training.state import Weight, WritableState, refuse_non_elementwise_slots
-
-_SAY_MODEL = "pass the model: --model config.json|DIR|module:factory"
+from reshard.training.state import WritableState, refuse_non_elementwise_slots
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,8 +91,6 @@ LOCAL = FileNames(  # the same functions under LOCAL_STATE_DICT
 TRAINER_RANKS = replace(ACCELERATE, accelerate=False)  # our trainer needs no further files
 TRAINER_LOCAL = replace(LOCAL, accelerate=False)
 _KEYS = ("model", "optimizer")
-# Formats whose parameters may be sharded by FSDP.
-_SHARDED = ("dcp", "fsdp", "torchtitan", "verl", "accelerate", "hf-trainer")
 
 
 def lay_out_fsdp2(
@@ -213,99 +206,6 @@ def _refuse_factored(state: WritableState) -> None:
         "write DCP instead, or pass --weights-only",
         placed=whole,
     )
-
-
-def build_is_divided(state: WritableState, model: ModelShapes | None) -> Callable[[Weight], bool]:
-    """Return a function that tells parameters, which are cut, from what each rank has whole.
-
-    Buffers are whole, and so are the parameters that the source's run left to no FSDP unit
-    (``ignored_params``, ``ignored_modules``).
-    """
-    owned = {member.fqn for member in state.members}
-    owned |= state.manifest.frozen
-    # DeepSpeed's files list their buffers.
-    marks_buffers = any(weight.is_buffer for weight in state.weights)
-    marks_buffers = marks_buffers and state.manifest.all_buffers_marked
-    marks_buffers = marks_buffers or state.manifest.origin.format.startswith("deepspeed")
-    # Computed once, and only for the few sources that leave the question open.
-    by_fsdp = cache(lambda: _is_sharded_by_fsdp(state))
-    ranks = _count_ranks_of_stage(state)
-
-    def divided(weight: Weight) -> bool:
-        if not weight.shape or weight.is_buffer:
-            return False
-        # As a parameter of an FSDP unit, several ranks would have blocks of it.
-        is_dtensor = weight.fqn in state.manifest.placements
-        if not is_dtensor and _is_stored_whole(weight, ranks) and by_fsdp():
-            return False
-        if model is not None:
-            return _is_parameter(model, weight.fqn)
-        # FSDP shards parameters alone, so a weight that is stored in several blocks is a parameter.
-        if marks_buffers or weight.fqn in owned or len(find_boxes(weight.value.chunks)) > 1:
-            return True
-        if not weight.dtype.can_train:
-            return False
-        if state.groups:
-            raise IncompleteError(
-                state.manifest.origin.path,
-                f"no file states whether {weight.fqn!r} is a parameter or a buffer: no optimizer"
-                " has state for it, and ranks store parameters in shards but buffers whole",
-                _SAY_MODEL,
-            )
-        return True
-
-    return divided
-
-
-def _count_ranks_of_stage(state: WritableState) -> int:
-    origin = state.manifest.origin
-    return origin.world // origin.mesh.get("pp", 1)
-
-
-def _is_stored_whole(weight: Weight, ranks: int) -> bool:
-    """Return whether rank files have a copy on each of the ranks, or DCP has one block.
-
-    One block in one rank file may be the part of a flat parameter that this rank has, and the only
-    row of a parameter is one block in DCP, too, if FSDP shards it.
-    """
-    chunks = [chunk for chunk in weight.value.chunks if chunk.box.volume]
-    one_box = len({chunk.box for chunk in chunks}) == 1
-    is_copied = 1 < len(chunks) >= ranks  # under HYBRID_SHARD, some ranks have copies of a block
-    is_one_row = weight.shape[:1] == (1,)
-    return one_box and (is_copied or (chunks[0].file.endswith(".distcp") and not is_one_row))
-
-
-def _is_sharded_by_fsdp(state: WritableState) -> bool:
-    """Return whether the source's ranks stored weights in flat parameters, or in shards of rows.
-
-    A tensor-parallel run cuts some weights along dim 1, and leaves some parameters whole, unless
-    FSDP shards what is left: then no trained weight is whole.
-    """
-    if state.manifest.origin.format not in _SHARDED:
-        return False
-    placements = state.manifest.placements.values()
-    if placements:
-        return any(mesh.ROLES.get(axis) != "tensor" for each in placements for axis, _ in each)
-    if torch_state_dict.has_flat_storage(state.manifest):
-        ranks = _count_ranks_of_stage(state)  # under NO_SHARD, each has every weight
-        return not all(_is_stored_whole(weight, ranks) for weight in state.weights)
-    cut = [
-        (weight, boxes)
-        for weight in state.weights
-        if len(boxes := find_boxes(weight.value.chunks)) > 1
-    ]
-    by_rows = all(box.shape[1:] == weight.shape[1:] for weight, boxes in cut for box in boxes)
-    names = {weight.fqn for weight, _ in cut}
-    trained = (member.weight for member in state.members)
-    every = all(weight.fqn in names for weight in trained if weight.shape and weight.shape[0] > 1)
-    return bool(cut) and (by_rows or (every and bool(state.groups)))
-
-
-def _is_parameter(model: ModelShapes, fqn: str) -> bool:
-    first = model.tied.get(fqn, fqn)
-    if first not in model.parameters and first not in model.buffers:
-        raise UsageError(model.source, f"has no {fqn!r}, but the checkpoint has it")
-    return first in model.parameters
 
 
 def lay_out_fsdp1_full(

@@ -24,6 +24,7 @@ from reshard.layouts.tensor_parallel import TensorPlan
 from reshard.model import ModelShapes
 from reshard.state_dict import torch_state_dict
 from reshard.state_dict.optimizers.numbering import can_name_groups
+from reshard.state_dict.parameter_kinds import build_is_divided
 from reshard.state_dict.slots import WholeSlots
 from reshard.training import copied_files, schedules, trainer_run
 from reshard.training.state import (
@@ -384,7 +385,7 @@ def _note_plain(state: WritableState, request: Request, keyword: str) -> Iterato
     Args:
         keyword: FSDP's argument for the parameters that it leaves whole.
     """
-    is_divided = rank_files.build_is_divided(state, request.model)
+    is_divided = build_is_divided(state, request.model)
     trained = (member.weight for member in state.members)
     plain = [weight.fqn for weight in trained if weight.shape and not is_divided(weight)]
     if plain:
@@ -397,9 +398,7 @@ def _note_plain(state: WritableState, request: Request, keyword: str) -> Iterato
 def _describe_tensor_cuts(
     state: WritableState, model: ModelShapes | None, grid: MeshGrid, tensor: TensorPlan
 ) -> str:
-    weights = torch_state_dict.build_weights(
-        state, divided=rank_files.build_is_divided(state, model)
-    )
+    weights = torch_state_dict.build_weights(state, divided=build_is_divided(state, model))
     touched = rank_files.find_tensor_cuts(grid, tensor, weights)
     parameters = {value.owner for value in weights.values() if value.divided}
     cut = sum(each is not None for each in touched.values())

@@ -16,6 +16,7 @@ from reshard.formats.deepspeed.write.universal import (
     find_common_hyper,
     find_new_slots,
 )
+from reshard.state_dict.parameter_kinds import marks_buffers
 from reshard.training import loss_scale, optimizers
 from reshard.training.state import WritableState, collect_slot_names, describe_lost_state
 from reshard.units import counted, some
@@ -58,7 +59,7 @@ def describe_output(spec: OutputSpec) -> Iterator[str]:
         yield from _note_clipping(spec)
         known = spec.state.manifest.frozen
         unsure = [weight.fqn for weight in spec.frozen if weight.fqn not in known]
-        if spec.stage == 3 and unsure:
+        if spec.stage == 3 and unsure and not marks_buffers(spec.state):
             yield (
                 "in no param group, so treated as frozen parameters, which stage 3 cuts (if one is"
                 f" a buffer, it will not load): {some(unsure, _LISTED)}"
