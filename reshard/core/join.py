@@ -156,6 +156,7 @@ TRAIN: Mapping[str, Combine] = {
     "config": _first,
     "opaque": _tables,
     "objects": _first,  # they belong to `client` and `config`
+    "keys": _first,
 }
 MANIFEST: Mapping[str, Combine] = {  # every field except the entries
     "origin": _first,

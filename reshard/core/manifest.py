@@ -165,6 +165,7 @@ class TrainState:
             as dropped.
         objects: values of ``client`` and ``config`` that have no plain form, as the pickle
             describes them. Targets that are pickles write them again.
+        keys: section of the script's state dict, such as "scheduler" -> its dotted key there.
     """
 
     step: int | None = None
@@ -187,6 +188,7 @@ class TrainState:
     config: Any = None
     opaque: Mapping[str, Any] = field(default_factory=dict)
     objects: Mapping[str, Any] = field(default_factory=dict)
+    keys: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def updates(self) -> int | None:

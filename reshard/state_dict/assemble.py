@@ -227,6 +227,7 @@ def _build_train_state(parts: sections.Sections, read: Sequence[ParsedOptimizer]
         client={name: to_plain(value) for name, value in parts.client.items()},
         objects=keep_own_values(own, own),
         opaque=opaque,
+        keys=parts.keys,
     )
 
 

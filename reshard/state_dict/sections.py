@@ -80,6 +80,7 @@ class Sections:
     client: dict[str, Any] = field(default_factory=dict)  # everything else, by dotted path
     other_models: list[str] = field(default_factory=list)
     unread: dict[str, str] = field(default_factory=dict)  # in the model's dict: name -> kind
+    keys: dict[str, str] = field(default_factory=dict)  # section -> its dotted path in the tree
 
 
 def find(tree: Any, where: str, key: str | None = None) -> Sections:
@@ -106,6 +107,9 @@ def find(tree: Any, where: str, key: str | None = None) -> Sections:
     item = _get_item(tree, path)
     model = models.get(path) or collect_tensors(item)
     parts = Sections(model, path, optimizers, masters)
+    parts.keys["model"] = format_path(path) or "the top level"
+    if len(optimizers) == 1:
+        parts.keys["optimizer"] = format_path(next(iter(optimizers)))
     parts.other_models = [
         format_path(other) or "the top level" for other in models if other != path
     ]
@@ -335,6 +339,9 @@ def _sort_one(parts: Sections, path: Path, value: Any) -> None:
     if kind in _COUNTERS and type(value) is int and len(path) > 1 and path[0] not in _OF_FRAMEWORKS:
         # A script's own dict may count anything, so its value is also kept under its own name.
         parts.client[format_path(path)] = value
+    own = path[1:] if path[0] == TRAIN_STATE and len(path) > 1 else path
+    if kind is not None and (kind not in _COUNTERS or len(own) == 1):
+        parts.keys.setdefault(kind, format_path(own))
     if kind == "step" and type(value) is int:
         parts.step = value if parts.step is None else max(parts.step, value)
     elif kind in ("samples", "skipped_steps") and type(value) is int:
@@ -350,5 +357,4 @@ def _sort_one(parts: Sections, path: Path, value: Any) -> None:
             value = value[key]
         setattr(parts, kind, value)  # only the outermost: an inner one is the script's own
     else:
-        own = path[1:] if path[0] == TRAIN_STATE and len(path) > 1 else path
         parts.client[format_path(own)] = value

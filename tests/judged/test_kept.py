@@ -87,6 +87,27 @@ def test_a_split_to_dcp_by_name_has_documented_keys(tmp_path):
     assert {path[0] for path in keys.values()} >= {"model", "optim"}
 
 
+@pytest.mark.parametrize(("to", "optimizer"), [("dcp", "optim"), ("torch", "optimizer")])
+def test_other_keys_than_the_scripts_are_named(to, optimizer, tmp_path):
+    model = torch.nn.Linear(3, 2)
+    made = torch.optim.AdamW(model.parameters())
+    sched = torch.optim.lr_scheduler.StepLR(made, 2)
+    for _ in range(3):
+        model(torch.ones(3)).sum().backward()
+        made.step()
+        sched.step()
+    state = {"net": model, "opt": made, "sched": sched}
+    root = {name: each.state_dict() for name, each in state.items()}
+    torch.save(root | {"iteration": 3}, tmp_path / "saved.pt")
+    report = reshard.split(tmp_path / "saved.pt", tmp_path / "out", to=to)
+    (note,) = [note for note in report.notes if "another name" in note]
+    assert note.endswith(
+        f": net -> model, opt -> {optimizer}, sched -> scheduler, iteration -> step"
+    )
+    again = reshard.split(tmp_path / "out", tmp_path / "again", to=to)
+    assert not [note for note in again.notes if "another name" in note]
+
+
 def assert_equal_trees(got, want):
     assert type(got) is type(want)
     if isinstance(want, dict):

@@ -69,17 +69,32 @@ def lay_out_dcp(state: WritableState, request: Request) -> LaidOut:
     """
     if request.own is not None:
         return saved_keys.lay_out(state, request.own, request)
-    notes = (*_describe_changes(state), *_note_keys(state, request))
+    notes = (*_describe_changes(state), *_note_keys(state, request, "optim"))
     return LaidOut(dcp.lay_out(state, request), notes)
 
 
-def _note_keys(state: WritableState, request: Request) -> Iterator[str]:
-    """Yield a note on the keys that a program must load, if the source may have other keys."""
-    if any(path.endswith(".distcp") for path in state.manifest.files):
+def _note_keys(state: WritableState, request: Request, optimizer: str) -> Iterator[str]:
+    """Yield notes on the keys that a program must load, if those of the source are other ones.
+
+    Args:
+        optimizer: the key of the optimizer in the output.
+    """
+    if optimizer == "optim" and any(path.endswith(".distcp") for path in state.manifest.files):
         own = "split without --to keeps those of the source"
         if request.keeps_layout:
             own = "those of the source could not be kept"
         yield f'the keys begin with "model" and "optim"; {own}'
+    written = {"model": "model"}
+    if not request.weights_only:
+        written["optimizer"] = optimizer
+    if not request.weights_only or optimizer == "optim":  # DCP has them beside weights alone, too
+        written |= {part: part for part in ("scheduler", "scaler", "step")}
+    keys = state.manifest.train.keys
+    renamed = [
+        f"{keys[part]} -> {key}" for part, key in written.items() if keys.get(part, key) != key
+    ]
+    if renamed and state.manifest.origin.format in ("dcp", NAME):  # with keys of the script
+        yield f"keys with another name than in the source: {', '.join(renamed)}"
 
 
 def lay_out_accelerate(state: WritableState, request: Request) -> LaidOut:
@@ -188,7 +203,8 @@ def lay_out_torch(state: WritableState, request: Request) -> LaidOut:
     skeleton = torch_writer.lay_out_object(
         file, root, slot_of=WholeSlots(), stamp=state.stamp(file, 0, 1)
     )
-    return LaidOut(skeleton, _note_changes(state, request))
+    keys = _note_keys(state, request, "optimizer")
+    return LaidOut(skeleton, (*_note_changes(state, request), *keys))
 
 
 LAYOUTS: dict[str, Callable[[WritableState, Request], LaidOut]] = {  # by the names for --to
