@@ -32,7 +32,7 @@ from reshard.system.derived import list_files
 from reshard.system.files import SourceFiles
 from reshard.system.paths import as_path, find_rank
 from reshard.tensors import weights
-from reshard.training.optimizers import NEVER_NEGATIVE
+from reshard.training.optimizers import NEVER_NEGATIVE, name_slots
 from reshard.units import counted, some
 
 # torch 2.13 ``distributed/fsdp/_flat_param.py`` (``_FLAT_PARAM_PADDING_VALUE``) fills the padding
@@ -325,7 +325,8 @@ def check_moments(manifest: Manifest, scan: ScanResult, ignored: Ignored) -> Che
     if not examined:
         return not_applicable(names.MOMENTS, "no optimizer slot is a sum or mean of squares")
     kinds = list(dict.fromkeys(entry.kind for entry, _ in examined))
-    check = Check(names.MOMENTS, f"{', '.join(kinds)} of {counted(len(examined), 'tensor')}")
+    shown = ", ".join(name_slots(kinds).values())
+    check = Check(names.MOMENTS, f"{shown} of {counted(len(examined), 'tensor')}")
     check.failures = [
         f"{_describe_element(entry, facts.first_negative)}: {facts.negative} of"
         f" {entry.numel} values are negative"

@@ -30,6 +30,8 @@ from reshard.formats import placeholders, run
 from reshard.model import ModelShapes
 from reshard.model.published import Published
 from reshard.state_dict.assemble import ANOTHER
+from reshard.state_dict.global_tensor import GlobalTensor
+from reshard.state_dict.memory_form import restore_adapter_form
 from reshard.system.paths import as_path
 from reshard.training import optimizers
 from reshard.training.completeness import find_impossible_settings, find_lost_state
@@ -273,7 +275,7 @@ def check_slots(manifest: Manifest) -> Check:
         )
     shapes = manifest.weight_shapes
     slot_names = list(dict.fromkeys(kind for kinds in states.values() for kind in kinds))
-    slot_text = ", ".join(slot_names) or "no slots"
+    slot_text = ", ".join(optimizers.name_slots(slot_names).values()) or "no slots"
     text = f"{slot_text} of {counted(len(states), 'parameter')}"
     check = Check(names.SLOTS, text, failures, exit_code=3 if wrong else 1)
     for members in _group_by_settings(manifest, list(states)):
@@ -326,7 +328,12 @@ def check_model(manifest: Manifest, shapes: ModelShapes | None) -> Check:
     """Check that names and shapes match the model."""
     if shapes is None:
         return not_applicable(names.MODEL, "--model is not given")
-    stored = manifest.weight_shapes
+    weights = {
+        entry.fqn: GlobalTensor(entry.dtype, entry.shape, entry.chunks)
+        for entry in manifest.of_kind(*WEIGHT_KINDS)
+    }
+    weights, shapes = restore_adapter_form(weights, shapes)  # an adapter lacks its base's weights
+    stored = {fqn: weight.shape for fqn, weight in weights.items()}
     expected, tied = {**shapes.parameters, **shapes.buffers}, shapes.tied
     published = shapes.find_published(stored)
     if published is not None:

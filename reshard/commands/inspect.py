@@ -17,6 +17,7 @@ from reshard.commands.options import ReportOptions
 from reshard.commands.page import check_page, write_page
 from reshard.core.manifest import BUFFER, MASTER, PARAM, WEIGHT_KINDS, Entry, Manifest
 from reshard.options import option
+from reshard.training import optimizers
 from reshard.training.completeness import find_impossible_settings, find_lost_state
 
 if TYPE_CHECKING:
@@ -192,10 +193,12 @@ class Inspection(Report):
         frozen = sum(e.numel for e in _iterate_parameters(manifest) if e.fqn in names)
         shown = f"; {units.show_count(frozen)} of them frozen" if frozen else ""
         yield format_row("parameters", f"{units.show_count(count)} in {weights}{shown}")
-        for kind, facts in _summarize_kinds(manifest).items():
+        kinds = _summarize_kinds(manifest)
+        shown_kinds = optimizers.name_slots(kinds)
+        for kind, facts in kinds.items():
             tensors = units.counted(facts["tensors"], "tensor")
             text = f"{tensors}, {units.show_bytes(facts['bytes'])}"
-            yield format_row(kind, f"{text} ({', '.join(facts['dtypes'])})")
+            yield format_row(shown_kinds[kind], f"{text} ({', '.join(facts['dtypes'])})")
         disk = sum(file.nbytes for file in manifest.files.values())
         files = units.counted(len(manifest.files), "file")
         logical = sum(entry.nbytes for entry in manifest.entries.values())
@@ -285,7 +288,8 @@ def list_tensors(manifest: Manifest) -> Iterator[str]:
         by_fqn[entry.fqn].append(entry)
     groups: dict[tuple[str, str], list[str]] = defaultdict(list)
     for fqn, entries in by_fqn.items():
-        stored = ", ".join(f"{entry.kind} {entry.dtype}" for entry in entries)
+        shown = optimizers.name_slots(entry.kind for entry in entries)
+        stored = ", ".join(f"{shown[entry.kind]} {entry.dtype}" for entry in entries)
         what = f"{list(entries[0].shape)}  {stored}"
         groups[_NUMBER.sub("*", fqn, count=1), what].append(fqn)
     width = min(max((len(name) for name, _ in groups), default=0) + 8, 72)

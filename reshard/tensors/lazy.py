@@ -13,6 +13,7 @@ from reshard.engine.move.fill import fill
 from reshard.engine.planning.copies import plan_block
 from reshard.errors import UsageError
 from reshard.system.files import SourceFiles
+from reshard.training.optimizers import name_slots
 from reshard.units import counted, show_count
 
 if TYPE_CHECKING:
@@ -304,12 +305,17 @@ class Checkpoint(Mapping[str, LazyTensor]):
     def optimizer(self, slot: str) -> dict[str, LazyTensor]:
         """Return one optimizer slot by fqn, for example ``optimizer("exp_avg")``.
 
+        Args:
+            slot: its name in the files or in reports.
+
         Raises:
             UsageError: the checkpoint has no such slot.
         """
-        tensors = {e.fqn: LazyTensor(e, self._pool) for e in self.manifest.of_kind(slot)}
+        slots = {e.kind for e in self.manifest.entries.values()} - set(WEIGHT_KINDS[:2])
+        stored = {shown: kind for kind, shown in name_slots(slots).items()}
+        kind = slot if slot in slots else stored.get(slot, slot)
+        tensors = {e.fqn: LazyTensor(e, self._pool) for e in self.manifest.of_kind(kind)}
         if not tensors or slot in WEIGHT_KINDS[:2]:
-            slots = {e.kind for e in self.manifest.entries.values()} - set(WEIGHT_KINDS[:2])
             raise UsageError(
                 slot, f"is not an optimizer slot of this checkpoint; available: {sorted(slots)}"
             )

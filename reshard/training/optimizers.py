@@ -12,7 +12,7 @@ torch-optimi 0.3.3.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from math import inf, sqrt
 from typing import Any, Literal, NamedTuple
@@ -247,6 +247,26 @@ def keeps_state(hyper: Mapping[str, Any]) -> bool:
 def is_of_bitsandbytes(slots: Collection[str]) -> bool:
     """Return whether these are the slots of an optimizer of bitsandbytes, whatever its kind."""
     return any(f"{prefix}state1" in slots for prefix in (BITSANDBYTES, ""))
+
+
+def name_slots(kinds: Iterable[str]) -> dict[str, str]:
+    """Return each slot with its name for reports, which is that of torch's Adam for bitsandbytes'.
+
+    With a second state, the first is the mean of gradients (see `_OF_BITSANDBYTES`).
+
+    >>> name_slots(["state1", "state2", "absmax2"])
+    {'state1': 'exp_avg', 'state2': 'exp_avg_sq', 'absmax2': 'absmax of exp_avg_sq'}
+    """
+    shown = {kind: kind.removeprefix(BITSANDBYTES) for kind in kinds}
+    if "state2" in shown.values():
+        parts = {"state": "{}", "absmax": "absmax of {}", "qmap": "qmap of {}"}
+        names = {
+            f"{part}{number}": text.format(moment)
+            for part, text in parts.items()
+            for number, moment in enumerate(MOMENTS, 1)
+        }
+        shown = {kind: names.get(name, name) for kind, name in shown.items()}
+    return shown
 
 
 def has_joint_state(hyper: Collection[str]) -> bool:

@@ -45,6 +45,17 @@ def adapted(form=PLAIN, factory="llama"):
     return models.draw(peft.get_peft_model(models.build(factory), config))
 
 
+@pytest.mark.parametrize("form", FORMS)
+def test_an_adapter_is_checked_against_its_base(form, tmp_path):
+    """It lacks the weights of its base, which are in another place."""
+    adapted(FORMS[form]).save_pretrained(tmp_path)
+    base, small = (f"tests.judges.library_models:{name}" for name in ("llama", "llama_small"))
+    (check,) = [c for c in reshard.verify(tmp_path, model=base).checks if c.name == "model"]
+    assert (check.status, check.failures) == ("passed", [])
+    (check,) = [c for c in reshard.verify(tmp_path, model=small).checks if c.name == "model"]
+    assert check.failures
+
+
 @pytest.fixture
 def peft_adapter(tmp_path):
     """Return the directory for the adapter that PEFT itself saves."""

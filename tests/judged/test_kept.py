@@ -208,6 +208,19 @@ def test_moments_of_bitsandbytes_under_zero_are_dequantised(stage, tmp_path):
     assert state[key].keys() == {"state1", "state2"}
 
 
+def test_reports_name_bitsandbytes_slots_as_adam_does(tmp_path):
+    source, both = DATA / "bitsandbytes" / "ckpt", "exp_avg, exp_avg_sq"
+    split = reshard.split(source, tmp_path / "out", world_size=3)
+    assert any(line.startswith(f"{both};") for line in split.kept)
+    verified = {check.name: check.looked_at for check in reshard.verify(source, deep=True).checks}
+    assert verified["slots"] == f"{both} of 4 parameters"
+    assert verified["moments"] == "exp_avg_sq of 4 tensors"
+    assert not any("quant_state" in line for line in reshard.inspect(source).lines())
+    with reshard.open(source) as checkpoint:
+        stored = checkpoint.optimizer("__bnb_optimizer_quant_state__/state2")
+        assert checkpoint.optimizer("exp_avg_sq").keys() == stored.keys()
+
+
 def test_universal_has_no_moments_of_bitsandbytes(tmp_path):
     with pytest.raises(UnsupportedError, match="optimizer of bitsandbytes, which keeps codes"):
         reshard.split(DATA / "bitsandbytes" / "ckpt", tmp_path / "out", to="ds-universal")

@@ -19,7 +19,7 @@ from reshard.formats.base import StateConversion, Writer
 from reshard.formats.request import Request
 from reshard.options import options_of
 from reshard.state_dict import torch_state_dict
-from reshard.training import batch, copied_files, trainer_run
+from reshard.training import batch, copied_files, optimizers, trainer_run
 from reshard.training.state import WritableState
 
 
@@ -136,7 +136,8 @@ def _report_optimizer(state: WritableState, request: Request, report: SplitRepor
     if is_new:
         report.derived += _note_cast_masters(state, request)
     if state.groups and not is_new:
-        names = ", ".join(state.slots) or "no optimizer tensors, as the optimizer has none"
+        shown = optimizers.name_slots(state.slots).values()
+        names = ", ".join(shown) or "no optimizer tensors, as the optimizer has none"
         groups = units.counted(len(state.groups), "param group")
         is_counted = train.step is not None or train.optimizer_step
         step = f"step {state.step}" if is_counted else "no count of steps"
