@@ -25,22 +25,28 @@ from reshard.containers.json_files import read_json_object
 from reshard.core.box import Index
 from reshard.core.location import Location
 from reshard.core.manifest import BUFFER, PARAM, WEIGHT_KINDS, Entry, Manifest
-from reshard.errors import CorruptError
+from reshard.errors import CorruptError, DifferentError, UnsupportedError, UsageError
 from reshard.formats import placeholders, run
-from reshard.model import ModelShapes
+from reshard.model import ModelHint, ModelShapes
+from reshard.model.order import list_missing_in_layers
 from reshard.model.published import Published
 from reshard.state_dict.assemble import ANOTHER
 from reshard.state_dict.global_tensor import GlobalTensor
 from reshard.state_dict.memory_form import restore_adapter_form
+from reshard.system.files import SourceFiles
 from reshard.system.paths import as_path
+from reshard.tensors import replicas
 from reshard.training import optimizers
+from reshard.training.companion_files import find_config
 from reshard.training.completeness import find_impossible_settings, find_lost_state
 from reshard.units import counted, some
 
 _DIGITS = re.compile(r"\d+")
+_LAYER = re.compile(r"\.(\d+)\.")
 _SUGGESTED = 200  # names that are searched for a similar one
 _LONG_APART = timedelta(days=1)  # longer than the save of one checkpoint takes
 _UNFINISHED = re.compile(r"\.(tmp|temp|part|partial|incomplete)$|\.partial-[0-9a-f]+$")
+_MOST_READ = 1 << 18  # bytes of a replica; biases and norms are smaller
 # Settings in which groups with the same slots can differ.
 _RATES = ("lr", "initial_lr", "weight_decay")
 
@@ -80,13 +86,22 @@ def check_complete(manifest: Manifest) -> Check:
 
 
 def check_agreement(manifest: Manifest) -> Check:
-    """Report the facts on which the files of all ranks agree; the readers have compared them."""
+    """Report the facts on which the files of all ranks agree; the readers have compared them.
+
+    Replicas are compared by the checksums that the files store, and small ones by their values.
+    """
+    failures = []
+    try:
+        with SourceFiles(manifest.files) as pool:
+            replicas.check(manifest.entries.values(), manifest.files, pool, most_read=_MOST_READ)
+    except DifferentError as error:
+        failures.append(f"{error.where} {error.problem}")
     versions = ", ".join(f"{name} {number}" for name, number in manifest.origin.versions.items())
     step = "" if manifest.train.step is None else f"step {manifest.train.step}"
     what = ", ".join(filter(None, (step, versions, "names, shapes, groups")))
-    if len(manifest.files) == 1:
+    if len(manifest.files) == 1 and not failures:
         return not_applicable(names.AGREEMENT, "there is only one file")
-    return Check(names.AGREEMENT, what, exit_code=3)
+    return Check(names.AGREEMENT, what, failures, exit_code=3)
 
 
 def check_index(manifest: Manifest) -> Check:
@@ -325,11 +340,37 @@ def _group_by_settings(manifest: Manifest, fqns: Sequence[str]) -> Iterator[list
 
 
 def check_model(manifest: Manifest, shapes: ModelShapes | None) -> Check:
-    """Check that names and shapes match the model."""
+    """Check that names and shapes match the model.
+
+    Without a model, the config beside the checkpoint must be one that a conversion accepts. The
+    model is built only if its layers are more than those that are stored, because that takes
+    seconds.
+    """
     if shapes is None:
-        return not_applicable(names.MODEL, "--model is not given")
+        return _check_config(manifest)
+    source, compared = shapes.source, _compare_names(manifest, shapes)
+    stored, expected, missing, extra = compared
+    check = Check(names.MODEL, f"{source}: {counted(len(expected), 'tensor')}")
+    for fqn in missing:
+        alike = [other for other in extra if stored[other] == expected[fqn]]
+        check.failures.append(f"missing: {fqn}{_suggest(fqn, alike)}")
+    for fqn in extra:
+        alike = [other for other in missing if stored[fqn] == expected[other]]
+        check.failures.append(f"unexpected: {fqn}{_suggest(fqn, alike)}")
+    check.failures += [
+        f"{fqn} has shape {list(stored[fqn])}, but {list(expected[fqn])} in the model"
+        for fqn in expected
+        if fqn in stored and stored[fqn] != expected[fqn]
+    ]
+    return check
+
+
+def _compare_names(
+    manifest: Manifest, shapes: ModelShapes
+) -> tuple[dict[str, Index], Mapping[str, Index], list[str], list[str]]:
+    """Return the shapes that are stored and expected, and the missing and unexpected names."""
     weights = {
-        entry.fqn: GlobalTensor(entry.dtype, entry.shape, entry.chunks)
+        entry.fqn: GlobalTensor(entry.dtype, entry.shape, tuple(entry.chunks))
         for entry in manifest.of_kind(*WEIGHT_KINDS)
     }
     weights, shapes = restore_adapter_form(weights, shapes)  # an adapter lacks its base's weights
@@ -349,19 +390,30 @@ def check_model(manifest: Manifest, shapes: ModelShapes | None) -> Check:
     missing = [fqn for fqn in expected if not {fqn, *aliases[fqn]} & stored.keys()]
     known = expected.keys() | tied.keys()
     extra = [fqn for fqn in stored if not {fqn, *aliases[fqn]} & known]
-    check = Check(names.MODEL, f"{shapes.source}: {counted(len(expected), 'tensor')}")
-    for fqn in missing:
-        alike = [other for other in extra if stored[other] == expected[fqn]]
-        check.failures.append(f"missing: {fqn}{_suggest(fqn, alike)}")
-    for fqn in extra:
-        alike = [other for other in missing if stored[fqn] == expected[other]]
-        check.failures.append(f"unexpected: {fqn}{_suggest(fqn, alike)}")
-    check.failures += [
-        f"{fqn} has shape {list(stored[fqn])}, but {list(expected[fqn])} in the model"
-        for fqn in expected
-        if fqn in stored and stored[fqn] != expected[fqn]
-    ]
-    return check
+    return stored, expected, missing, extra
+
+
+def _check_config(manifest: Manifest) -> Check:
+    """Check the sizes that the config beside the checkpoint states, and the number of layers."""
+    none = not_applicable(names.MODEL, "--model is not given")
+    try:
+        file = find_config(manifest)
+        config = read_json_object(file) if file else {}
+    except CorruptError as error:
+        found = [f"{error.where} {error.problem}"]
+        return Check(names.MODEL, "the config beside the checkpoint", found, exit_code=3)
+    numbers = (int(n) for fqn in manifest.weight_shapes for n in _LAYER.findall(fqn))
+    depth, layers = max(numbers, default=None), config.get("num_hidden_layers")
+    if file is None or depth is None or not isinstance(layers, int) or depth + 1 >= layers:
+        return none
+    try:
+        shapes = ModelHint(str(file)).shapes()
+    except (UsageError, UnsupportedError):
+        return none
+    stored, expected, missing, _ = _compare_names(manifest, shapes)
+    lacking = list_missing_in_layers(missing, stored, expected)
+    found = [f"no file contains {some(lacking)}, which are in the layers of {file}"]
+    return Check(names.MODEL, shapes.source, found) if lacking else none
 
 
 def _is_published(stored: Container[str], published: Published) -> bool:

@@ -288,8 +288,8 @@ def list_tensors(manifest: Manifest) -> Iterator[str]:
         by_fqn[entry.fqn].append(entry)
     groups: dict[tuple[str, str], list[str]] = defaultdict(list)
     for fqn, entries in by_fqn.items():
-        shown = optimizers.name_slots(entry.kind for entry in entries)
-        stored = ", ".join(f"{shown[entry.kind]} {entry.dtype}" for entry in entries)
+        slots = optimizers.name_slots(entry.kind for entry in entries)
+        stored = ", ".join(f"{slots[entry.kind]} {entry.dtype}" for entry in entries)
         what = f"{list(entries[0].shape)}  {stored}"
         groups[_NUMBER.sub("*", fqn, count=1), what].append(fqn)
     width = min(max((len(name) for name, _ in groups), default=0) + 8, 72)

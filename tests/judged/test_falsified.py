@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from collections import Counter
 
 import pytest
 import torch
 
+import reshard
 from reshard import formats
 from reshard.checks.identity import check_identity
 from reshard.errors import ReshardError
@@ -59,8 +61,6 @@ def test_what_follows_from_the_parameters_is_compared(copied, case, key):
 
 
 def test_both_copies_of_a_frozen_parameter_are_compared(copied, tmp_path):
-    import reshard
-
     run = copied("z2_bf16")
     (path,) = run.rglob("mp_rank_00_model_states.pt")
     state = torch.load(path, weights_only=False)
@@ -69,7 +69,39 @@ def test_both_copies_of_a_frozen_parameter_are_compared(copied, tmp_path):
     with pytest.raises(ReshardError, match=r"extras\.frozen: differs"):
         reshard.merge(run, tmp_path / "model.safetensors")
     assert reshard.verify(run, deep=True).check("replicas").failures
+    (difference,) = reshard.verify(run).check("agreement").failures
+    assert "extras.frozen differs between" in difference
     state["frozen_param_fragments"]["extras.frozen"] = torch.zeros(11, 7)
     torch.save(state, path)
     with pytest.raises(ReshardError, match=r"frozen_param_fragments has \[11, 7\]"):
         formats.read(run)
+
+
+CONFIG_LIES = {
+    "hidden_size": 0,
+    "num_attention_heads": "x",
+    "vocab_size": -1,
+    "head_dim": 10**30,
+    "num_hidden_layers": 3,  # two are stored
+}
+
+
+@pytest.mark.parametrize("key", [*CONFIG_LIES, None])
+def test_verify_refuses_the_configs_that_merge_refuses(copied, key, tmp_path):
+    run = copied("hf_z3_tied")
+    config = json.loads((run / "config.json").read_text())
+    if key is not None:
+        assert key in config
+    changed = json.dumps(config | {key: CONFIG_LIES[key]}) if key else '{"cut off'
+    (run / "config.json").write_text(changed)
+    with pytest.raises(ReshardError):
+        reshard.merge(run, tmp_path / "model")
+    report = reshard.verify(run)
+    (failure,) = report.check("model").failures
+    assert "config.json" in failure
+    assert report.exit_code
+
+
+def test_verify_builds_no_model_for_a_sound_config(copied, monkeypatch):
+    monkeypatch.setattr("reshard.model.ModelHint.shapes", None)
+    assert not reshard.verify(copied("hf_z3_tied")).exit_code
