@@ -42,8 +42,8 @@ def serve() -> None:
     """Fork for each trial of stdin: everything is imported once."""
     from reshard.engine.move import journal
     from trainer import tokenizer
-    from trainer.config.huggingface import load_model_config
     from trainer.core import model
+    from trainer.core.model_config import load_model_config
     from trainer.resolve import resolve
 
     for name in WARM:

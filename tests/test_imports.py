@@ -203,7 +203,7 @@ def test_reshard_and_trainer_do_not_depend_on_each_other():
         }
 
     # auto: the formulas of memory have one home, and no part of a checkpoint depends on them
-    assert find_users(top_level=False) <= {"trainer.auto", "trainer.checkpoint.any_format"}
+    assert find_users(top_level=False) <= {"trainer.checkpoint.any_format"}
     assert find_users(top_level=True) == set()
 
 

@@ -18,24 +18,35 @@ import click
 from click.core import ParameterSource
 
 from trainer import environment, launch
-from trainer.config.choices import Choices
-from trainer.errors import SettingsError, TrainerError, explain_permissions
+from trainer.choices import Choices
+from trainer.core.errors import SettingsError, TrainerError, explain_permissions
 from trainer.resolve import list_ineffective, resolve
 from trainer.settings import AUTO, Settings
 
 # The headings of the help, by the first field under each, in the order of the fields
 _HEADINGS = {
     "steps": "The run",
-    "model": "The model and its data",
+    "model": "The model and its samples",
     "micro_batch": "Batches (global batch = micro batch x accumulation x ranks)",
     "lr": "The optimizer",
     "precision": "Precision",
     "strategy": "How the model is distributed over the ranks",
     "fsdp_sharding_strategy": "FSDP, with the options of Accelerate",
+    "nproc": "The ranks, and the text",
     "save": "Checkpoints",
     "log": "Output",
 }
 _OTHER_SOURCES = "Configuration files and other actions"
+
+
+_FLAGS = {"log": "--step-log"}
+"""Flags that are not named like their setting: torchrun takes --log for its own --log-dir."""
+_OLD_SPELLINGS = {"log": ("--log",)}
+
+
+def name_flag(setting: str) -> str:
+    """Return the flag of a setting."""
+    return _FLAGS.get(setting, "--" + setting.replace("_", "-"))
 
 
 def _parse_integer(value: Any) -> int:
@@ -81,7 +92,7 @@ class _Command(click.Command):
 
 def _make_option(field: dataclasses.Field[Any]) -> click.Option:
     """Return the flag of a setting."""
-    flag = "--" + field.name.replace("_", "-")
+    flag = name_flag(field.name)
     shared: dict[str, Any] = {"help": field.metadata["help"], "default": field.default}
     shared["show_default"] = field.default not in (None, "", ())
     kind = str(field.type).removesuffix(" | None")
@@ -93,7 +104,8 @@ def _make_option(field: dataclasses.Field[Any]) -> click.Option:
         return click.Option([flag], type=_parse_integer, metavar="INTEGER", **shared)
     choices = field.metadata["choices"]
     basic = float if kind == "float" else str
-    return click.Option([flag], type=_Choice(choices) if choices else basic, **shared)
+    spellings = [flag, *_OLD_SPELLINGS.get(field.name, ()), field.name]
+    return click.Option(spellings, type=_Choice(choices) if choices else basic, **shared)
 
 
 def _print_version(ctx: click.Context, _: click.Parameter, requested: bool) -> None:
@@ -130,11 +142,6 @@ _ACTIONS = [
         ["--report-memory"],
         is_flag=True,
         help="print the memory of each ZeRO stage, predicted and measured, and exit",
-    ),
-    click.Option(
-        ["--auto"],
-        is_flag=True,
-        help="choose the first strategy whose memory fits the ranks of this machine",
     ),
     click.Option(
         ["--version"],
@@ -202,7 +209,6 @@ def _start(
     ignore_unknown: bool,
     print_config: bool,
     report_memory: bool,
-    auto: bool,
     **flags: Any,
 ) -> None:
     """Resolve the settings, then train in this process or on new ranks."""
@@ -210,21 +216,19 @@ def _start(
     choices = Choices()
     for name, value in flags.items():
         if ctx.get_parameter_source(name) is ParameterSource.COMMANDLINE:
-            choices.state(name, value, "--" + name.replace("_", "-"))
+            choices.state(name, value, name_flag(name))
     _inherit_settings(choices)
     if deepspeed:
-        from trainer.config.deepspeed import read as read_deepspeed
+        from trainer.config_files import read_deepspeed
 
         read_deepspeed(deepspeed, choices, ignore_unknown=ignore_unknown)
     if accelerate:
-        from trainer.config.accelerate import read as read_accelerate
+        from trainer.config_files import read_accelerate
 
         read_accelerate(accelerate, choices, world=world, ignore_unknown=ignore_unknown)
     if report_memory:  # the prediction is for gradients as wide as the parameters
         precision = choices.values.get("precision", Settings.precision)
         choices.assume("grad_dtype", precision, "--report-memory")
-    if auto:
-        _choose_strategy(choices, world)
     settings = _resolve_settings(choices, world)
     _note_ineffective(choices, settings)
     if choices.notes and environment.is_first_rank():
@@ -235,30 +239,6 @@ def _start(
             click.echo(json.dumps(shown, indent=2))
         return
     ctx.exit(launch.start(settings, "memory.report" if report_memory else "session.run"))
-
-
-def _choose_strategy(choices: Choices, world: int | None) -> None:
-    """Add what --auto chooses to the choices.
-
-    One process decides: ranks that looked at the memory themselves could decide differently.
-    """
-    if world is not None:
-        raise SettingsError(
-            "--auto chooses before the ranks start, and a launcher has started them",
-            "run python -m trainer --auto --print-config --nproc N once, and give the launcher's"
-            " command its --strategy",
-        )
-    from trainer import auto
-
-    chosen = choices.values
-    nproc = chosen.get("nproc", Settings.nproc)
-    names = [field.name for field in dataclasses.fields(Settings)]
-    stated = {name: each.value for name in names if (each := choices.stated(name))}
-    picked = auto.pick(chosen, stated, nproc)
-    click.echo(f"auto: {picked.reason}", err=True)
-    for name, value in picked.values.items():
-        if choices.stated(name) is None:
-            choices.state(name, value, "--auto")
 
 
 def _note_ineffective(choices: Choices, settings: Settings) -> None:

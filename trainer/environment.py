@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 
-from trainer.errors import SettingsError
+from trainer.core.errors import SettingsError
 
 
 def read_launcher_world_size() -> int | None:

@@ -21,8 +21,8 @@ from multiprocessing import forkserver
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
+from trainer.core.errors import TrainerError, explain_permissions
 from trainer.environment import read_launcher_world_size
-from trainer.errors import TrainerError, explain_permissions
 from trainer.settings import Settings
 
 if TYPE_CHECKING:

@@ -20,9 +20,9 @@ import torch
 from tqdm import tqdm
 
 from trainer.core.engine import Engine
+from trainer.core.errors import SettingsError
 from trainer.core.loop import Progress, Step
 from trainer.core.ranks import Ranks
-from trainer.errors import SettingsError
 from trainer.settings import Settings
 
 
@@ -133,7 +133,8 @@ def _open(settings: Settings) -> IO[str] | None:
     path = Path(settings.log)
     if path.exists() and not settings.resume and not settings.overwrite:
         raise SettingsError(
-            f"the log file {path} exists", "choose another --log, or replace it with --overwrite"
+            f"the log file {path} exists",
+            "choose another --step-log, or replace it with --overwrite",
         )
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -141,7 +142,7 @@ def _open(settings: Settings) -> IO[str] | None:
     except OSError as error:
         raise SettingsError(
             f"cannot write the log file {path}: {error.strerror or error}",
-            "give --log a file that can be written",
+            "give --step-log a file that can be written",
             one_rank=True,
         ) from error
 

@@ -15,8 +15,9 @@ import torch
 from trainer.core.data import Corpus
 from trainer.core.engine import ModelState
 from trainer.core.ranks import Ranks
-from trainer.engines import build_engine
-from trainer.settings import ZERO, Settings
+from trainer.core.settings import ZERO
+from trainer.core.strategies import build_engine
+from trainer.settings import Settings
 
 BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
 OPTIMIZER = 12
@@ -58,7 +59,7 @@ def measure(settings: Settings, ranks: Ranks) -> tuple[int, ModelState]:
     engine = build_engine(settings, ranks)
     corpus = Corpus(settings.data, settings.seq_len, settings.seed)
     tokens = corpus.get_samples(ranks.rank * settings.micro_batch, settings.micro_batch)
-    engine.run_microbatch(tokens.to(ranks.device), last=True)
+    engine.run_microbatch(tokens.to(ranks.device), active_ranks=ranks.world, last=True)
     numel = sum(value.numel() for _, value in engine.parameters())
     every = ranks.all_gather_objects(dataclasses.astuple(engine.measure_state()))
     engine.discard_gradients()

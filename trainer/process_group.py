@@ -11,10 +11,10 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore
 
+from trainer.core.errors import SettingsError
 from trainer.core.ranks import Ranks
 from trainer.cores import avoid_preemption
 from trainer.environment import read_launcher_world_size
-from trainer.errors import SettingsError
 
 
 @contextmanager

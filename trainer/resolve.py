@@ -7,8 +7,9 @@ import math
 import re
 from typing import Any
 
-from trainer.errors import SettingsError
-from trainer.settings import AUTO, FSDP, ZERO, Settings, get_default_reduction, supports_canonical
+from trainer.core.errors import SettingsError
+from trainer.core.settings import FSDP, ZERO
+from trainer.settings import AUTO, Settings, get_default_reduction, supports_canonical
 
 
 def resolve(chosen: dict[str, Any], nproc: int) -> Settings:

@@ -12,10 +12,9 @@ from trainer.checkpoint.saving import Resumed
 from trainer.core.data import Corpus
 from trainer.core.loop import Progress, hash_parameters, train
 from trainer.core.ranks import Ranks
-from trainer.engines import build_engine
-from trainer.export import save_16bit_model
+from trainer.core.schedule import schedule_ends_early
+from trainer.core.strategies import build_engine
 from trainer.log import StepLog
-from trainer.schedule import schedule_ends_early
 from trainer.settings import Settings
 
 
@@ -47,8 +46,6 @@ def run(settings: Settings, ranks: Ranks) -> None:
                 if due or progress.step == settings.steps:
                     save(saving.collect(settings, engine, progress, corpus.digest))
         log.print(f"saved {target / directory.make_tag(progress.step)}")
-        if settings.save_16bit_model:
-            log.print(f"saved {save_16bit_model(engine, settings, ranks, target / 'model')}")
         if settings.parameter_hash:
             log.finish(hash_parameters(engine))
 

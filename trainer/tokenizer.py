@@ -1,12 +1,11 @@
-"""Byte-level tokens: token i < 256 is byte i, and token 256 ends a text."""
+"""The tokenizer of the byte-level tokens (``core/data.py``), as ``transformers`` loads it."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
-from trainer.errors import translate_rust_errors
+from trainer.core.errors import get_first_line
 
-VOCABULARY = 257
 END = "<|endoftext|>"
 
 
@@ -21,5 +20,9 @@ def save(directory: Path) -> None:
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.decoder = decoders.ByteLevel()
     ready = PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token=END, eos_token=END)
-    with translate_rust_errors():
+    try:
         ready.save_pretrained(directory)
+    except Exception as error:
+        if type(error) is not Exception:  # tokenizers raises it bare if it cannot write
+            raise
+        raise OSError(get_first_line(error)) from error

@@ -11,7 +11,7 @@ Each line of a log is a JSON object. A line with ``step`` and ``loss`` is an opt
 ==================  ================================================================================
 
 A line with ``parameter_hash`` identifies the final parameters; other lines and keys are ignored.
-``python -m trainer --log`` writes this format.
+``python -m trainer --step-log`` writes this format.
 """
 
 from __future__ import annotations

@@ -4,8 +4,8 @@ The trainer writes DeepSpeed's and Accelerate's files. A run of the trainer is
 recognized by this document beside them: it has ``format``, ``progress``, ``settings`` and
 ``world_size``, while HF Trainer's file of the same name has ``global_step``.
 
-Source: ``trainer/checkpoint/state.py`` (the document), ``trainer/settings.py`` (the settings),
-``trainer/fsdp_options.py`` (``list_data_mesh_axes``: the mesh).
+Source: ``trainer/checkpoint/state.py`` (the document), ``trainer/core/settings.py`` and
+``trainer/settings.py`` (the settings), ``trainer/core/fsdp_units.py`` (``list_mesh_axes``).
 """
 
 from __future__ import annotations
@@ -42,8 +42,7 @@ _SETTINGS = record(
 # ranks: two checkpoints of the same training may differ in them.
 _OF_A_START = frozenset(
     "steps nproc device threads timeout accumulation nvme_path save save_every"
-    " async_save overwrite keep resume tag log progress wall_clock_breakdown parameter_hash"
-    " save_16bit_model".split()
+    " async_save overwrite keep resume tag log progress wall_clock_breakdown parameter_hash".split()
 )
 _OF_THE_RANKS = frozenset(
     "strategy reduction reduce_bucket_size sub_group_size persistence_threshold"

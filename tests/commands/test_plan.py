@@ -125,14 +125,14 @@ def test_a_deepspeed_configuration_is_written(config, tmp_path, strategy):
 
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp", "zero2", "zero3-offload"])
 def test_our_trainer_reads_what_is_written_for_accelerate(config, tmp_path, strategy):
-    from trainer.config.accelerate import read
-    from trainer.config.choices import Choices
+    from trainer.choices import Choices
+    from trainer.config_files import read_accelerate
 
     path = tmp_path / "accelerate.yaml"
     document = yaml.safe_load(write(config, path, strategy))
     assert document["num_processes"] == 8
     choices = Choices()
-    read(path, choices)
+    read_accelerate(path, choices)
     expected = {"fsdp": "fsdp2", "zero3-offload": "zero3"}.get(strategy, strategy)
     assert choices.values["strategy"] == expected
 

@@ -30,8 +30,8 @@ from tests.html.test_pages import parsed
 from tests.support.programs import LIMIT_S
 from trainer.checkpoint.state import make_document
 from trainer.core.loop import Progress
+from trainer.core.scaling import LossScaler
 from trainer.resolve import resolve
-from trainer.scaling import LossScaler
 
 STEP, MORE = 3, 4
 PROGRAM = """
@@ -441,7 +441,7 @@ def test_our_trainer_is_told_what_loads_a_layout(source, tmp_path, monkeypatch, 
 
     def run(command, folder, _timeout):
         commands.append(" ".join(command))
-        log = Path(command[command.index("--log") + 1])
+        log = Path(command[command.index("--step-log") + 1])
         log.write_text('{"step": 4, "loss": 1.0}\n')
         return programs.ProgramResult(0, 0.0, timed_out=False, last_lines=())
 

@@ -311,7 +311,7 @@ def test_the_hugging_face_trainer_accepts_its_arguments(config, tmp_path, strate
 def test_cut_models_are_as_large_as_our_trainer_makes_them(model, axes):
     """`--report-memory` measures the largest rank; without data parallelism nothing else is cut."""
     from tests.trainer import worlds
-    from trainer.config.huggingface import TINY
+    from trainer.core.model_config import TINY
 
     flags = [word for axis, size in axes.items() for word in (f"--{axis}", str(size))]
     command = ["--report-memory", "--strategy", "fsdp2", "--model", model, "--accumulation", "2"]

@@ -21,7 +21,7 @@ import torch.distributed as dist
 from tests.trainer import worlds
 from trainer.checkpoint import saving
 from trainer.core.data import Corpus
-from trainer.engines import build_engine
+from trainer.core.strategies import build_engine
 from trainer.resolve import resolve
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -170,7 +170,7 @@ def scalers(ranks, window, overflows):
     """Return the scales of DeepSpeed's scaler and of ours, step by step."""
     from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler
 
-    from trainer.scaling import LossScaler
+    from trainer.core.scaling import LossScaler
 
     theirs = DynamicLossScaler(2.0**16, window, 1.0, 2, False)
     ours = LossScaler(scale=2.0**16, dynamic=True, window=window)

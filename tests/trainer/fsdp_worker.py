@@ -33,10 +33,10 @@ from trainer.checkpoint import fsdp
 from trainer.checkpoint.contents import write_all
 from trainer.core import model, optimizer
 from trainer.core.data import Corpus, derive_seed
+from trainer.core.errors import TrainerError
+from trainer.core.fsdp1 import FsdpEngine
 from trainer.core.fsdp2 import Fsdp2Engine
 from trainer.core.ranks import Ranks
-from trainer.engines.fsdp1 import FsdpEngine
-from trainer.errors import TrainerError
 from trainer.resolve import resolve
 
 ENGINES = {"fsdp": FsdpEngine, "fsdp2": Fsdp2Engine}
@@ -75,14 +75,9 @@ VARIANTS = {
 }
 HYBRID = {"fsdp_sharding_strategy": "HYBRID_SHARD"}
 READ_BACK = ("fsdp-fp32", "fsdp-flat", "fsdp-tied", "fsdp2-fp32", "fsdp2-tied")
-EFFICIENT = {"fsdp_cpu_ram_efficient_loading": True}
 # Must train exactly as the strategy does without them.
 SAME_BITS = {
-    "efficient": EFFICIENT,
-    "efficient tied": {**EFFICIENT, "tie_embeddings": True},
     "grad op": {"fsdp_sharding_strategy": "SHARD_GRAD_OP"},
-    "no prefetch": {"fsdp_backward_prefetch": "NO_PREFETCH"},
-    "forward prefetch": {"fsdp_forward_prefetch": True},
     "recomputed": {"activation_checkpointing": True},
     "recomputed dropout": {
         "activation_checkpointing": True,
@@ -105,9 +100,6 @@ REFUSED = {
     "hybrid size": ("fsdp2", {"fsdp_sharding_strategy": "HYBRID_SHARD", "fsdp_hybrid_size": 1}),
     "no shard": ("fsdp2", {"fsdp_sharding_strategy": "NO_SHARD"}),
     "use orig": ("fsdp2", {"fsdp_use_orig_params": False}),
-    "post": ("fsdp2", {"fsdp_backward_prefetch": "BACKWARD_POST"}),
-    "gathers": ("fsdp2", {"fsdp_limit_all_gathers": False}),
-    "efficient alone": ("fsdp2", {**EFFICIENT, "fsdp_sync_module_states": False}),
     "untied": (
         "fsdp",
         {
@@ -165,7 +157,9 @@ class Cases:
                 torch.manual_seed(derive_seed(settings.seed, start))
                 tokens = corpus.get_samples(start, settings.micro_batch)
                 last = turn == settings.accumulation - 1
-                losses.append(engine.run_microbatch(tokens, last=last).item())
+                losses.append(
+                    engine.run_microbatch(tokens, active_ranks=self.ranks.world, last=last).item()
+                )
             update = engine.step(1e-3)
             assert (
                 self.ranks.all_gather_objects(update.grad_norm)
@@ -430,9 +424,6 @@ class Cases:
         precision = root.mixed_precision
         return {
             "strategy": sorted({unit.sharding_strategy.name for unit in units}),
-            "prefetch": root.backward_prefetch and root.backward_prefetch.name,
-            "forward_prefetch": root.forward_prefetch,
-            "limit": root.limit_all_gathers,
             "orig": root._use_orig_params,
             "dtypes": [str(precision.param_dtype), str(precision.reduce_dtype)],
             "units": [type(unit.module).__name__ for unit in units],
@@ -462,8 +453,6 @@ class Cases:
         policy = states[0]._mp_policy
         return {
             "reshard": [group.post_forward_mesh_info is not None for group in groups],
-            "forward_prefetch": [len(state._states_to_forward_prefetch) for state in states],
-            "own_prefetch": [state._states_to_backward_prefetch == [state] for state in states],
             "offload": type(groups[0].offload_policy).__name__,
             "dtypes": [str(policy.param_dtype), str(policy.reduce_dtype)],
             "units": [type(unit).__name__ for unit in units],
@@ -493,13 +482,9 @@ class Cases:
         return steps, weights(engine), dict(engine.model.named_buffers())
 
     def synchronised(self, strategy):
-        """Rank 1 starts from another seed; is it overruled, with and without the setting?"""
+        """Rank 1 starts from another seed; is it overruled?"""
         plain = dict(model.build_model(resolve({"strategy": "fsdp"}, 2)).named_parameters())
-        seed = self.ranks.rank
-        engines = (
-            self.engine(strategy, seed=seed, fsdp_sync_module_states=on) for on in (True, False)
-        )
-        return [same(weights(engine), plain) for engine in engines]
+        return [same(weights(self.engine(strategy, seed=self.ranks.rank)), plain)]
 
     def refused(self):
         return {
@@ -622,15 +607,11 @@ KNOBS = {
     "default": {},
     "other": {
         "fsdp_sharding_strategy": "SHARD_GRAD_OP",
-        "fsdp_backward_prefetch": "BACKWARD_POST",
-        "fsdp_forward_prefetch": True,
-        "fsdp_limit_all_gathers": False,
         "precision": "fp16",
         "fsdp_auto_wrap_policy": "NO_WRAP",
         "state_dict_type": "local",
     },
     "none": {
-        "fsdp_backward_prefetch": "NO_PREFETCH",
         "fsdp_use_orig_params": False,
         "param_groups": "single",
         "precision": "bf16",
@@ -644,8 +625,6 @@ KNOBS2 = {
     "default": {},
     "other": {
         "fsdp_sharding_strategy": "SHARD_GRAD_OP",
-        "fsdp_backward_prefetch": "NO_PREFETCH",
-        "fsdp_forward_prefetch": True,
         "fsdp_offload_params": True,
         "precision": "bf16",
         "fsdp_auto_wrap_policy": "SIZE_BASED_WRAP",

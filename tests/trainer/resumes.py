@@ -11,9 +11,9 @@ STEPS = 2
 
 def resume_all(ranks, jobs):
     """Return what `_resume` returns for each job, a dict of chosen settings."""
-    from trainer.config import huggingface
+    from trainer.core import model_config
 
-    huggingface.VOCABULARY = 90  # the models of the judges are smaller; so are the bytes of TEXT
+    model_config.VOCABULARY = 90  # the models of the judges are smaller; so are the bytes of TEXT
     return [_resume(ranks, dict(job)) for job in jobs]
 
 
@@ -22,7 +22,7 @@ def _resume(ranks, chosen) -> dict[str, Any]:
     from trainer.checkpoint import saving, state
     from trainer.core.data import Corpus
     from trainer.core.loop import Progress, train
-    from trainer.engines import build_engine
+    from trainer.core.strategies import build_engine
     from trainer.resolve import resolve
 
     chosen = {**state.read_inherited(chosen["resume"], None), **chosen}

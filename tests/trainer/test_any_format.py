@@ -30,7 +30,7 @@ def saved(tmp_path_factory):
 
 def resume(ranks, jobs):
     """Resume each checkpoint; return its error, or its losses."""
-    from trainer.errors import TrainerError
+    from trainer.core.errors import TrainerError
 
     found = []
     for job in jobs:

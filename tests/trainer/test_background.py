@@ -93,7 +93,7 @@ def test_a_save_is_of_its_own_step(tmp_path):
 def fail_at(ranks, job, step):
     """Return the error of a run whose rank 1 cannot write one of its saves."""
     from trainer.checkpoint import files
-    from trainer.errors import TrainerError
+    from trainer.core.errors import TrainerError
 
     save = files.save
 

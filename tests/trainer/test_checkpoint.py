@@ -17,7 +17,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import save_file
 
 from reshard.containers import torch_reader
 from tests.support.programs import LIMIT_S
@@ -25,14 +24,13 @@ from tests.trainer import worlds
 from trainer import tokenizer
 from trainer.checkpoint import directory, files, state
 from trainer.checkpoint.directory import RunDirectory
-from trainer.errors import (
+from trainer.core.errors import (
     CheckpointError,
     SettingsError,
     TrainerError,
     TrainingError,
-    translate_rust_errors,
 )
-from trainer.scaling import LossScaler
+from trainer.core.scaling import LossScaler
 from trainer.settings import Settings
 
 PLAIN = dataclasses.asdict(Settings())
@@ -467,43 +465,6 @@ def test_a_file_that_a_library_in_rust_cannot_write_is_an_error_of_the_system(tm
     """``raise_on_all`` passes such errors to all ranks, and no others."""
     with short_files(1000), pytest.raises(OSError, match="too large"):
         tokenizer.save(tmp_path)
-    with short_files(1000), pytest.raises(OSError, match="too large"), translate_rust_errors():
-        save_file({"w": torch.zeros(1000)}, tmp_path / "model.safetensors")
-
-
-def sixteen_bits(ranks, job):
-    worlds.train(ranks, [job])
-    from trainer.checkpoint import saving
-    from trainer.engines import build_engine
-    from trainer.resolve import resolve
-
-    settings = resolve({**job, "resume": job["save"]}, ranks.world)
-    engine = build_engine(settings, ranks)
-    saving.resume(directory.find_checkpoint(Path(job["save"]), None), settings, engine)
-    return {name: value.half().numpy() for name, value in engine.parameters()}
-
-
-@pytest.mark.slow
-def test_the_16_bit_model_loads_in_transformers(tmp_path):
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-
-    job = {
-        **TINY,
-        "precision": "fp16",
-        "strategy": "zero3",
-        "steps": 2,
-        "tie_embeddings": True,
-        "save_16bit_model": True,
-        "save": f"{tmp_path}/run",
-        "log": f"{tmp_path}/log",
-    }
-    masters = worlds.run(2, sixteen_bits, job)[0]
-    model = AutoModelForCausalLM.from_pretrained(tmp_path / "run/model")
-    assert model.dtype == torch.float16
-    for name, parameter in model.named_parameters():
-        assert parameter.detach().numpy().tolist() == masters[name].tolist(), name
-    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "run/model")
-    assert tokenizer.decode(tokenizer("wörld")["input_ids"]) == "wörld"
 
 
 def memory(ranks, strategies):
@@ -583,13 +544,13 @@ def different_layers(ranks):
 
     from trainer.core.partition import partition_groups
     from trainer.core.reduce import Reducer
-    from trainer.timer import Timer
+    from trainer.core.timer import Timer
 
     shapes = {"a": (4,), "b": (4,)}
     partition = partition_groups([["a", "b"]], shapes, ranks.world)
     reducer = Reducer(partition, ranks, torch.float32, Timer(), canonical=True)
     try:
-        reducer.add([("ab"[ranks.rank], torch.ones(4))])
+        reducer.add([("ab"[ranks.rank], torch.ones(4))], ranks.world)
     except TrainingError as error:
         return str(error)
     return None

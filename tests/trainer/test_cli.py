@@ -81,7 +81,7 @@ def test_without_choices_the_settings_are_the_defaults(config):
         (["--micro_batch=4"], {"micro_batch": 4}),
         (["--reduce-bucket-size", "5e8"], {"reduce_bucket_size": 500_000_000}),
         (["--lr", "3e-4"], {"lr": 3e-4}),
-        (["--no-progress", "--save_16bit_model"], {"progress": False, "save_16bit_model": True}),
+        (["--no-progress", "--async_save"], {"progress": False, "async_save": True}),
         (["--tie-embeddings"], {"tie_embeddings": True}),
         (["--no-tie-embeddings"], {"tie_embeddings": False}),
         (["--freeze", "a", "--freeze", "b.*"], {"freeze": ["a", "b.*"]}),
@@ -189,3 +189,22 @@ def test_a_path_that_may_not_be_read_is_an_error_of_the_settings(run, monkeypatc
     code, out, err = run("--save", tmp_path, "--resume", "auto")
     assert (code, out) == (2, "")
     assert err.startswith(f"error: {tmp_path}/latest cannot be accessed: Permission denied\n")
+
+
+def test_torchrun_leaves_every_flag_to_the_trainer():
+    """Its parser takes a prefix of its own options for the option, even after the program."""
+    from torch.distributed.run import get_args_parser
+
+    from trainer.cli import make_command
+
+    flags = [o for param in make_command().params for o in param.opts if o.startswith("--")]
+    assert "--step-log" in flags
+    for flag in flags:
+        if flag not in ("--log", "--nproc"):  # which are for runs without torchrun
+            parsed = get_args_parser().parse_args(["-m", "trainer", flag, "x"])
+            assert parsed.training_script_args == [flag, "x"]
+
+
+def test_the_old_spelling_of_the_log_is_the_same_setting(config):
+    for flag in ("--log", "--step-log"):
+        assert config(flag, "steps.jsonl")["log"] == "steps.jsonl"

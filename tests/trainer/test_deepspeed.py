@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 
 import reshard
 from tests.judges import server
-from trainer.schedule import compute_learning_rate
+from trainer.core.schedule import compute_learning_rate
 from trainer.settings import Settings
 
 pytestmark = pytest.mark.judge

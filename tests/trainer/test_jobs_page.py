@@ -28,6 +28,9 @@ from tests.support.ports import find_free_port
 
 flags = sys.argv[sys.argv.index("-m"):] + {small!r}
 run = flags[flags.index("--save") + 1]
+if not os.path.exists(run + ".met"):  # the first time, the agents do not meet
+    open(run + ".met", "w").close()
+    sys.exit("torch.distributed.DistStoreError: wait timeout after 60000ms")
 
 def start(world):
     port = str(find_free_port())

@@ -22,7 +22,7 @@ ROOT = Path(__file__).resolve().parents[2]
 SESSION = """
 import os, signal, time
 import torch, torch.distributed as dist
-from trainer.errors import CheckpointError, TrainingError
+from trainer.core.errors import CheckpointError, TrainingError
 
 def run(settings, ranks):
     what, who = os.environ["SCENE"].split(":")

@@ -7,8 +7,8 @@ import torch
 
 from tests.support.programs import run_python
 from trainer.checkpoint import fsdp
+from trainer.core.errors import SettingsError
 from trainer.core.ranks import Ranks
-from trainer.errors import SettingsError
 from trainer.process_group import join_process_group
 
 

@@ -12,7 +12,7 @@ import pytest
 
 import reshard
 from tests.trainer import worlds
-from trainer.errors import SettingsError
+from trainer.core.errors import SettingsError
 from trainer.resolve import resolve
 
 STEPS, END = 1, 2

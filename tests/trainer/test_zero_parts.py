@@ -14,15 +14,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from trainer.core.data import Corpus, derive_seed
+from trainer.core.errors import SettingsError, TrainingError
 from trainer.core.model import build_model
 from trainer.core.norm import compute_norm
+from trainer.core.offload import SlotFactory
 from trainer.core.optimizer import apply_adamw, make_hyperparameters
 from trainer.core.partition import partition_each_parameter, partition_groups
-from trainer.errors import SettingsError, TrainingError
-from trainer.offload import SlotFactory
+from trainer.core.scaling import LossScaler, make_loss_scaler
+from trainer.core.schedule import compute_learning_rate
 from trainer.resolve import list_ineffective, resolve
-from trainer.scaling import LossScaler, make_loss_scaler
-from trainer.schedule import compute_learning_rate
 from trainer.settings import Settings
 
 SHAPES = st.lists(
@@ -113,10 +113,10 @@ def test_adamw_gives_an_element_the_same_bits_wherever_it_lies(cut):
     """What the equality across world sizes depends on: torch's kernels are elementwise exactly."""
     generator = torch.Generator().manual_seed(0)
     state = [torch.rand(4099, generator=generator) for _ in range(4)]
-    group = make_hyperparameters(Settings(), 0.1, 1e-3)
 
     def update(master, gradient, first, second):
-        apply_adamw(master, gradient, (first, second), torch.tensor(3.0), group)
+        step = torch.tensor(3.0)
+        apply_adamw(master, gradient, (first, second), step, Settings(), 0.1, 1e-3)
         return [master, first, second]
 
     whole = update(*(tensor.clone() for tensor in state))
@@ -129,14 +129,14 @@ def test_our_adamw_is_torch_optim_adamw():
     parameter = torch.nn.Parameter(torch.linspace(-1, 1, 101))
     master, moments = parameter.detach().clone(), (torch.zeros(101), torch.zeros(101))
     step = torch.zeros(())
-    group = make_hyperparameters(Settings(), 0.1, 1e-3)
     theirs = torch.optim.AdamW([parameter], lr=1e-3, weight_decay=0.1)
     for index in range(3):
         parameter.grad = torch.sin(parameter.detach() * (index + 1))
-        apply_adamw(master, parameter.grad.clone(), moments, step, group)
+        apply_adamw(master, parameter.grad.clone(), moments, step, Settings(), 0.1, 1e-3)
         theirs.step()
         assert torch.equal(master, parameter.detach())
     saved = theirs.state_dict()["param_groups"][0]
+    group = make_hyperparameters(Settings(), 0.1, 1e-3)
     assert set(saved) == {*group, "params"}, "the keys that torch keeps"
 
 

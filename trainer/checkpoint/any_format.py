@@ -19,10 +19,10 @@ import torch
 
 from trainer.checkpoint import directory
 from trainer.checkpoint.deepspeed import make_basic_config
-from trainer.config.huggingface import load_model_config
+from trainer.core.errors import CheckpointError, LayoutError
 from trainer.core.model import build_model
+from trainer.core.model_config import load_model_config
 from trainer.core.optimizer import list_trainable, make_hyperparameters, make_param_groups
-from trainer.errors import CheckpointError, LayoutError
 from trainer.settings import Settings
 
 if TYPE_CHECKING:

@@ -27,8 +27,8 @@ from trainer.checkpoint import saving
 from trainer.checkpoint.contents import copy_to_host
 from trainer.checkpoint.directory import RunDirectory
 from trainer.checkpoint.saving import Unwritten
+from trainer.core.errors import TrainerError
 from trainer.core.ranks import Ranks
-from trainer.errors import TrainerError
 from trainer.settings import Settings
 
 Say = Callable[[str], None]

@@ -23,8 +23,8 @@ from torch.distributed._shard.sharded_tensor.shard import Shard
 from torch.distributed.tensor import DTensor
 
 from trainer.checkpoint import files, fsdp_dcp
+from trainer.core.fsdp_units import ignore_known_warnings
 from trainer.core.ranks import Ranks
-from trainer.fsdp_options import ignore_known_warnings
 
 
 class Content(Protocol):

@@ -17,10 +17,11 @@ from trainer.checkpoint import foreign
 from trainer.checkpoint.contents import Content, Nothing, TorchFile
 from trainer.core.optimizer import make_hyperparameters
 from trainer.core.partition import Partition
+from trainer.core.schedule import compute_learning_rate
+from trainer.core.settings import CoreSettings
 from trainer.core.shard import STATE
 from trainer.core.zero import ZeroEngine
-from trainer.schedule import compute_learning_rate
-from trainer.settings import Settings
+from trainer.core.zero3 import Zero3Engine
 
 WRITTEN_AS = "0.19.8"
 """The DeepSpeed version whose layout these files have."""
@@ -80,7 +81,7 @@ def _make_model_states(engine: ZeroEngine, progress: dict[str, Any]) -> dict[str
         "param_shapes": _list_param_shapes(engine) if stage else None,
         "frozen_param_shapes": OrderedDict((n, p.shape) for n, p in frozen) if has_frozen else None,
         "shared_params": _map_shared_names(engine) if stage else None,
-        "frozen_param_fragments": engine.frozen_fragments() if has_frozen else None,
+        "frozen_param_fragments": _list_frozen_fragments(engine) if has_frozen else None,
         "lr_scheduler": {"last_batch_iteration": progress["updates"] - 1} if scheduled else None,
         "data_sampler": None,
         "random_ltd": None,
@@ -92,6 +93,19 @@ def _make_model_states(engine: ZeroEngine, progress: dict[str, Any]) -> dict[str
         "checkpoint_parallel_dimensions": {"pp_degree": 1, "tp_degree": 1},
         "ds_config": make_basic_config(engine.settings),
         "ds_version": WRITTEN_AS,
+    }
+
+
+def _list_frozen_fragments(engine: ZeroEngine) -> dict[str, Tensor]:
+    """Return what this rank keeps of each frozen parameter: in stage 3, its padded piece."""
+    frozen = {n: p.detach() for n, p in engine.model.named_parameters() if not p.requires_grad}
+    if not isinstance(engine, Zero3Engine):
+        return frozen
+    return {
+        member.name: unit.get_piece(member)
+        for unit in engine.units
+        for member in unit.members
+        if member.name in frozen
     }
 
 
@@ -228,7 +242,7 @@ def _get_whole(engine: ZeroEngine, name: str, key: str) -> Tensor:
     return piece.view(shape)
 
 
-def make_basic_config(settings: Settings) -> dict[str, Any]:
+def make_basic_config(settings: CoreSettings) -> dict[str, Any]:
     """Return the part of DeepSpeed's configuration that readers of its checkpoints need."""
     config: dict[str, Any] = {
         "train_batch_size": settings.global_batch,

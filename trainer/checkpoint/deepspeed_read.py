@@ -21,6 +21,7 @@ from torch import Tensor
 
 from trainer.checkpoint import files, foreign
 from trainer.checkpoint.deepspeed import MODEL, name_model_file
+from trainer.core.errors import CheckpointError, LayoutError
 from trainer.core.partition import (
     Partition,
     Run,
@@ -30,7 +31,7 @@ from trainer.core.partition import (
 )
 from trainer.core.shard import STATE
 from trainer.core.zero import ZeroEngine
-from trainer.errors import CheckpointError, LayoutError
+from trainer.core.zero3 import Zero3Engine
 
 
 def read(directory: Path, engine: ZeroEngine) -> dict[str, Any]:
@@ -327,4 +328,16 @@ def _fill_frozen(saved: _Saved, engine: ZeroEngine) -> None:
                 f"{saved.directory} has no frozen parameter {name}",
                 "save without exclude_frozen_parameters, or give the same --freeze",
             )
-        engine.set_frozen(name, values[name].reshape(-1)[: math.prod(shape)].view(shape))
+        _set_frozen(engine, name, values[name].reshape(-1)[: math.prod(shape)])
+
+
+def _set_frozen(engine: ZeroEngine, name: str, whole: Tensor) -> None:
+    """Set a frozen parameter to the flat tensor ``whole``; in stage 3, keep this rank's piece."""
+    if not isinstance(engine, Zero3Engine):
+        parameter = engine.model.get_parameter(name)
+        parameter.data.copy_(whole.view(parameter.shape))
+        return
+    piece = math.ceil(whole.numel() / engine.ranks.world)
+    own = whole[engine.ranks.rank * piece : (engine.ranks.rank + 1) * piece]
+    for unit in engine.units:
+        unit.update({name: own})

@@ -18,7 +18,7 @@ import time
 from pathlib import Path
 
 from trainer.checkpoint import files
-from trainer.errors import CheckpointError, LayoutError, SettingsError
+from trainer.core.errors import CheckpointError, LayoutError, SettingsError
 
 LATEST = "latest"
 STATE = "trainer_state.json"

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from trainer.checkpoint import stamps
-from trainer.errors import CheckpointError
+from trainer.core.errors import CheckpointError
 
 _PROBE = 1 << 20
 

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from trainer.scaling import LossScaler
+from trainer.core.scaling import LossScaler
 
 
 class StandIn:

@@ -34,10 +34,10 @@ from torch.optim import Optimizer
 
 from trainer.checkpoint import fsdp_dcp, fsdp_match
 from trainer.checkpoint.contents import Content, DcpDirectory, Nothing, TorchFile
+from trainer.core.errors import CheckpointError, LayoutError
 from trainer.core.fsdp import ShardedEngine
+from trainer.core.fsdp_units import ignore_known_warnings
 from trainer.core.ranks import Ranks
-from trainer.errors import CheckpointError, LayoutError
-from trainer.fsdp_options import ignore_known_warnings
 
 NAMES = {
     "full": ("pytorch_model_fsdp.bin", "optimizer.bin"),

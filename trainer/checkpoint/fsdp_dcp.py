@@ -20,8 +20,8 @@ from torch.distributed.checkpoint.planner import ReadItem
 from torch.distributed.checkpoint.state_dict_loader import load as torch_load
 from torch.distributed.checkpoint.state_dict_saver import save as torch_save
 
+from trainer.core.errors import CheckpointError, LayoutError, TrainingError
 from trainer.core.ranks import Ranks
-from trainer.errors import CheckpointError, LayoutError, TrainingError
 
 _RESUME_OTHER = "the checkpoint is damaged; resume from another --tag"
 _UNREADABLE = (

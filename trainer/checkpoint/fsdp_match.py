@@ -23,7 +23,7 @@ from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor import Shard as Cut
 
 from trainer.checkpoint import files
-from trainer.errors import CheckpointError, LayoutError
+from trainer.core.errors import CheckpointError, LayoutError
 
 State = dict[str, Any]
 

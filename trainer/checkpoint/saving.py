@@ -12,11 +12,11 @@ from trainer import tokenizer
 from trainer.checkpoint import any_format, directory, files, stamps, state
 from trainer.checkpoint.contents import Content, write_all
 from trainer.checkpoint.directory import RunDirectory
-from trainer.config.huggingface import load_model_config
 from trainer.core.engine import Engine
+from trainer.core.errors import LayoutError, TrainerError
 from trainer.core.loop import Progress
+from trainer.core.model_config import load_model_config
 from trainer.core.ranks import Ranks
-from trainer.errors import LayoutError, TrainerError
 from trainer.settings import AUTO, Settings
 
 Collect = Callable[[Any, dict[str, Any]], Iterable[Content]]

@@ -23,18 +23,19 @@ from pathlib import Path
 from typing import Any
 
 from trainer.checkpoint.directory import STATE, find_checkpoint
+from trainer.core.errors import CheckpointError, LayoutError
 from trainer.core.loop import Progress
-from trainer.errors import CheckpointError, LayoutError
-from trainer.scaling import LossScaler
+from trainer.core.scaling import LossScaler
 from trainer.settings import Settings, get_default_reduction
 
 NOT_INHERITED = frozenset(
-    "nproc device threads timeout accumulation nvme_path save async_save overwrite "
+    "nproc device threads timeout accumulation save async_save overwrite "
     "keep resume tag log "
-    "progress wall_clock_breakdown parameter_hash save_16bit_model".split()
+    "progress wall_clock_breakdown parameter_hash".split()
 )
 """Settings of one call of the trainer; a resumed run inherits all others."""
 
+NOT_DECIDING = NOT_INHERITED | {"data", "nvme_path"}
 FORMAT = 1
 _REMEDY = "the file is damaged; resume from another --tag"
 SINCE_FORMAT_1 = frozenset({"async_save"})
@@ -45,7 +46,7 @@ def make_document(
     settings: Settings, progress: Progress, scaler: LossScaler, text: str
 ) -> dict[str, Any]:
     """Return the content of the file."""
-    paths = {"data": settings.data, "model": settings.model}
+    paths = {"data": settings.data, "model": settings.model, "nvme_path": settings.nvme_path}
     absolute = {name: str(Path(p).resolve()) for name, p in paths.items() if p and Path(p).exists()}
     return {
         "format": FORMAT,
@@ -60,7 +61,7 @@ def make_document(
 def select_deciding(document: dict[str, Any]) -> dict[str, Any]:
     """Return what determines the content of a checkpoint: neither paths nor options of the call."""
     settings = document["settings"].items()
-    kept = {name: value for name, value in settings if name not in NOT_INHERITED | {"data"}}
+    kept = {name: value for name, value in settings if name not in NOT_DECIDING}
     return {**document, "settings": kept}
 
 

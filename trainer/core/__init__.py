@@ -19,8 +19,20 @@ zero3             stage 3: the parameters are partitioned too
 units             stage 3: layers that are gathered for their forward and backward pass
 fsdp              the same idea in PyTorch: what both generations of FSDP share
 fsdp_reduce       gradients of FSDP, added in micro batch order
-fsdp2             ``fully_shard``, the second generation (the first: ``engines/fsdp1.py``)
+fsdp2             ``fully_shard``, the second generation
+fsdp1             FullyShardedDataParallel, the first generation
+strategies        the class of each strategy
 
-Nothing here knows a file format or another program's configuration. From the rest of ``trainer``
-come the settings, errors, timer, schedule, loss scale, offload and the options of FSDP.
+To look up meanwhile:
+
+settings          every setting that training depends on
+model_config      the configuration of the model
+schedule          the learning rate of each step
+scaling           the loss scale of fp16
+offload           shards in host memory or on disk
+fsdp_units        which modules FSDP shards together, and the mesh of the ranks
+timer, errors     seconds by activity; what can go wrong, with its exit code
+
+Nothing here knows a file format or another program's configuration, and nothing is imported from
+the rest of ``trainer``.
 """

@@ -18,7 +18,10 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from trainer.errors import SettingsError
+from trainer.core.errors import SettingsError
+
+VOCABULARY = 257
+"""Tokens are bytes: token i < 256 is byte i, and token 256 ends a text."""
 
 
 def derive_seed(*numbers: int) -> int:

@@ -19,9 +19,9 @@ import torch
 from torch import Tensor, nn
 
 from trainer.core.ranks import Ranks
-from trainer.scaling import LossScaler, make_loss_scaler
-from trainer.settings import Settings
-from trainer.timer import Timer
+from trainer.core.scaling import LossScaler, make_loss_scaler
+from trainer.core.settings import CoreSettings
+from trainer.core.timer import Timer
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 """The settings' names of dtypes."""
@@ -60,15 +60,17 @@ class Engine(Protocol):
     timer: Timer
     """Seconds that the engine spends on each activity."""
 
-    def run_microbatch(self, tokens: Tensor, *, last: bool) -> Tensor:
+    def run_microbatch(self, tokens: Tensor, *, active_ranks: int, last: bool) -> Tensor:
         """Run forward and backward on ``tokens`` (micro_batch, seq_len); add to the gradients.
 
         Args:
+            tokens: token numbers, int64.
+            active_ranks: the gradients of the first so many ranks are added; in the last round of
+                a step, the other ranks may have no micro batch of their own (see ``loop``).
             last: whether this is the last micro batch of the step on this rank.
 
         Returns:
-            The mean loss of these tokens, a float32 scalar, detached. A pipeline runs when it has
-            all micro batches, and fills the scalar in by the end of the call with ``last``.
+            The mean loss of these tokens, a float32 scalar, detached.
         """
         ...
 
@@ -97,15 +99,12 @@ class NativeEngine(ABC):
 
     model: nn.Module
 
-    def __init__(self, settings: Settings, ranks: Ranks) -> None:
+    def __init__(self, settings: CoreSettings, ranks: Ranks) -> None:
         self.settings = settings
         self.ranks = ranks
         self.timer = Timer(synchronize=ranks.device.type == "cuda")
         self.scaler = make_loss_scaler(settings)
-
-    @abstractmethod
-    def _set_active_ranks(self, count: int) -> None:
-        """Let the next backward pass add the gradients of the first ``count`` ranks only."""
+        self.active_ranks = ranks.world
 
     @abstractmethod
     def _reduce_gradients(self, *, last: bool) -> None:
@@ -132,9 +131,9 @@ class NativeEngine(ABC):
     def discard_gradients(self) -> None:
         """See Engine."""
 
-    def run_microbatch(self, tokens: Tensor, *, last: bool) -> Tensor:
+    def run_microbatch(self, tokens: Tensor, *, active_ranks: int, last: bool) -> Tensor:
         """Run forward and backward, see Engine."""
-        self._set_active_ranks(self.settings.count_active_ranks(last=last))
+        self.active_ranks = active_ranks  # gradients are added during the backward pass
         with self.timer("forward"):
             loss: Tensor = self.model(input_ids=tokens, labels=tokens).loss
         with self.timer("backward"):

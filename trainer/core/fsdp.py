@@ -3,7 +3,7 @@
 The same idea as ZeRO stage 3, done inside torch. Parameters, gradients and moments are fp32 shards;
 FSDP casts what it gathers. The generations differ in what a shard is::
 
-    FSDP 1 (engines/fsdp1.py)           FSDP 2 (core/fsdp2.py)
+    FSDP 1 (fsdp1.py)                   FSDP 2 (fsdp2.py)
     unit = one flat parameter           unit = a list of DTensors
     |aaaaaaaaa|bbb|ccccccc|.|           |aaaaaaaaa|  |bbb|  |ccccccc|
     | rank 0    | rank 1    |           | 0  | 1  |  |0|1|  | 0 | 1 |    each cut into rows
@@ -23,6 +23,13 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from trainer.core.engine import ModelState, NativeEngine, count_storage_bytes
 from trainer.core.fsdp_reduce import UnitSums
+from trainer.core.fsdp_units import (
+    broadcast_weights,
+    choose_units,
+    ignore_known_warnings,
+    list_mesh_axes,
+)
+from trainer.core.model import build_model
 from trainer.core.norm import compute_norm
 from trainer.core.optimizer import (
     ParamGroup,
@@ -31,38 +38,34 @@ from trainer.core.optimizer import (
     make_param_groups,
 )
 from trainer.core.ranks import Ranks
-from trainer.fsdp_options import (
-    InitialWeights,
-    choose_units,
-    ignore_known_warnings,
-    list_data_mesh_axes,
-)
-from trainer.settings import Settings
+from trainer.core.settings import CoreSettings
 
 
 class ShardedEngine(NativeEngine):
     """A model that FSDP shards, and an AdamW over the shards."""
 
-    def __init__(self, settings: Settings, ranks: Ranks) -> None:
+    def __init__(self, settings: CoreSettings, ranks: Ranks) -> None:
         super().__init__(settings, ranks)
-        axes = list_data_mesh_axes(settings)
+        axes = list_mesh_axes(settings, ranks.world)
         self.mesh = init_device_mesh(
             ranks.device.type, tuple(axes.values()), mesh_dim_names=tuple(axes)
         )
-        weights = InitialWeights(settings, ranks)
+        model = build_model(settings)
+        broadcast_weights(model, ranks)
         # Shapes and frozen parameters must be read before parameters become shards of their unit.
-        self.shapes = {name: tuple(p.shape) for name, p in weights.model.named_parameters()}
-        shapes = [(name, tuple(p.shape)) for name, p in list_trainable(weights.model)]
+        self.shapes = {name: tuple(p.shape) for name, p in model.named_parameters()}
+        shapes = [(name, tuple(p.shape)) for name, p in list_trainable(model)]
         self._numel = sum(math.prod(shape) for _, shape in shapes)
         with ignore_known_warnings():
-            self.units = choose_units(weights.model, settings)
-            self._check(weights.model)
-            self.model = self._wrap(weights)
+            self.units = choose_units(model, settings)
+            self._check(model)
+            self.model = self._wrap(model)
         self.groups = make_param_groups(shapes, settings)
         self.optimizer = self._make_optimizer()
         self._gradient_bytes = self._sum_bytes = 0
-        self._sums = UnitSums() if settings.reduction == "canonical" else None
-        if self._sums:
+        self._sums: UnitSums | None = None
+        if settings.reduction == "canonical":
+            self._sums = UnitSums(lambda: self.active_ranks)
             self._order_additions(self._sums)
 
     # What a generation decides
@@ -72,7 +75,7 @@ class ShardedEngine(NativeEngine):
         """Refuse settings that this generation cannot follow."""
 
     @abstractmethod
-    def _wrap(self, weights: InitialWeights) -> nn.Module:
+    def _wrap(self, model: nn.Module) -> nn.Module:
         """Shard the model."""
 
     @abstractmethod
@@ -96,10 +99,6 @@ class ShardedEngine(NativeEngine):
         """Yield full parameters, see Engine."""
 
     # The step
-
-    def _set_active_ranks(self, count: int) -> None:
-        if self._sums:
-            self._sums.active_ranks = count
 
     def _reduce_gradients(self, *, last: bool) -> None:
         """Leave the sums to FSDP, which has reduced the micro batch during its backward pass.

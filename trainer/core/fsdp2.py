@@ -13,14 +13,12 @@ ends with a reduce-scatter of their gradients.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from itertools import pairwise
 from typing import cast
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import (
     CPUOffloadPolicy,
-    FSDPModule,
     MixedPrecisionPolicy,
     OffloadPolicy,
     fully_shard,
@@ -28,11 +26,10 @@ from torch.distributed.fsdp import (
 from torch.distributed.tensor import DTensor
 
 from trainer.core.engine import DTYPES
+from trainer.core.errors import SettingsError
 from trainer.core.fsdp import ShardedEngine
 from trainer.core.fsdp_reduce import UnitSums, order_fsdp2
 from trainer.core.optimizer import ParamGroup
-from trainer.errors import SettingsError
-from trainer.fsdp_options import InitialWeights
 
 
 class Fsdp2Engine(ShardedEngine):
@@ -50,10 +47,6 @@ class Fsdp2Engine(ShardedEngine):
         unsupported = {
             "fsdp_sharding_strategy NO_SHARD": settings.fsdp_sharding_strategy == "NO_SHARD",
             "fsdp_use_orig_params false": not settings.fsdp_use_orig_params,
-            "fsdp_limit_all_gathers false": not settings.fsdp_limit_all_gathers,
-            "fsdp_backward_prefetch BACKWARD_POST": (
-                settings.fsdp_backward_prefetch == "BACKWARD_POST"
-            ),
         }
         for option, chosen in unsupported.items():
             if chosen:
@@ -61,19 +54,14 @@ class Fsdp2Engine(ShardedEngine):
                     f"FSDP 2 does not support {option}", "leave it out, or use --strategy fsdp"
                 )
 
-    def _wrap(self, weights: InitialWeights) -> nn.Module:
-        model = weights.model
+    def _wrap(self, model: nn.Module) -> nn.Module:
         for unit in reversed(self.units.values()):  # inner units first
-            self._fully_shard(unit, weights)
-        self._fully_shard(model, weights, is_root=True)
-        self._set_prefetch(model)
+            self._fully_shard(unit)
+        self._fully_shard(model, is_root=True)
         return model
 
-    def _fully_shard(
-        self, unit: nn.Module, weights: InitialWeights, *, is_root: bool = False
-    ) -> None:
+    def _fully_shard(self, unit: nn.Module, *, is_root: bool = False) -> None:
         settings = self.settings
-        weights.fill_all(unit)
         after_forward = settings.fsdp_sharding_strategy in ("FULL_SHARD", "HYBRID_SHARD")
         pinned = self.ranks.device.type == "cuda"
         offload = settings.fsdp_offload_params
@@ -93,16 +81,6 @@ class Fsdp2Engine(ShardedEngine):
             param_dtype=DTYPES[self.settings.precision],
             reduce_dtype=DTYPES[self.settings.grad_dtype],
         )
-
-    def _set_prefetch(self, model: nn.Module) -> None:
-        """Set what is gathered ahead; FSDP 2's default is in the backward pass only."""
-        order = [unit for unit in (model, *self.units.values()) if isinstance(unit, FSDPModule)]
-        if self.settings.fsdp_forward_prefetch:
-            for unit, following in pairwise(order):
-                unit.set_modules_to_forward_prefetch([following])
-        if self.settings.fsdp_backward_prefetch == "NO_PREFETCH":
-            for unit in order:  # replace the default by the unit itself, which is gathered already
-                unit.set_modules_to_backward_prefetch([unit])
 
     def _select_parameters(self, groups: list[ParamGroup]) -> list[list[nn.Parameter]]:
         live = dict(self.model.named_parameters())

@@ -14,7 +14,7 @@ each micro batch, FSDP gets the sum so far as the gradient, so that its last gra
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 
 from trainer.core.engine import count_storage_bytes
-from trainer.errors import SettingsError, TrainingError
+from trainer.core.errors import SettingsError, TrainingError
 
 if TYPE_CHECKING:
     from torch.distributed.fsdp._fully_shard._fsdp_api import ReduceScatter
@@ -35,12 +35,12 @@ else:
 class UnitSums:
     """This rank's sums of a step; units must reduce in the same order in every backward pass.
 
-    Attributes:
-        active_ranks: the number of ranks, counted from the first, whose pieces are added.
+    Args:
+        count_active_ranks: the number of ranks, counted from the first, whose pieces are added now.
     """
 
-    def __init__(self) -> None:
-        self.active_ranks = 1
+    def __init__(self, count_active_ranks: Callable[[], int]) -> None:
+        self._count_active_ranks = count_active_ranks
         self._sums: list[Tensor] = []
         self._reduced = 0
 
@@ -56,7 +56,7 @@ class UnitSums:
         self._reduced += 1
         if total.numel() != pieces[0].numel():
             raise _make_order_error()
-        for piece in pieces[: self.active_ranks]:
+        for piece in pieces[: self._count_active_ranks()]:
             total.add_(piece)
         return total
 

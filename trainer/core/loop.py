@@ -22,10 +22,10 @@ from torch import Tensor
 
 from trainer.core.data import Corpus, derive_seed
 from trainer.core.engine import Engine, Update
+from trainer.core.errors import TrainingError
 from trainer.core.ranks import Ranks
-from trainer.errors import TrainingError
-from trainer.schedule import compute_learning_rate
-from trainer.settings import Settings
+from trainer.core.schedule import compute_learning_rate
+from trainer.core.settings import CoreSettings
 
 
 @dataclass
@@ -52,7 +52,7 @@ class Step:
 
 
 def train(
-    settings: Settings, ranks: Ranks, engine: Engine, corpus: Corpus, progress: Progress
+    settings: CoreSettings, ranks: Ranks, engine: Engine, corpus: Corpus, progress: Progress
 ) -> Iterator[Step]:
     """Run the steps that are left, and yield after each; ``progress`` counts them.
 
@@ -62,12 +62,12 @@ def train(
     while progress.step < settings.steps:
         losses = _run_microbatches(settings, ranks, engine, corpus, progress)
         lr = compute_learning_rate(settings, progress.updates)
-        update = _update_or_skip(settings, engine, losses, lr, progress)
+        update = _update_or_skip(settings, ranks, engine, losses, lr, progress)
         yield Step(losses, lr, update)
 
 
 def _run_microbatches(
-    settings: Settings, ranks: Ranks, engine: Engine, corpus: Corpus, progress: Progress
+    settings: CoreSettings, ranks: Ranks, engine: Engine, corpus: Corpus, progress: Progress
 ) -> list[float]:
     """Run forward and backward on this step's samples; return the losses of all ranks.
 
@@ -85,8 +85,9 @@ def _run_microbatches(
         first = progress.samples + number * settings.micro_batch
         tokens = corpus.get_samples(first, settings.micro_batch).to(ranks.device)
         torch.manual_seed(derive_seed(settings.seed, 1, first))
+        active = min(ranks.world, settings.microbatches - index * ranks.world)
         last = index == settings.accumulation - 1
-        losses.append(engine.run_microbatch(tokens, last=last))
+        losses.append(engine.run_microbatch(tokens, active_ranks=active, last=last))
     own = torch.stack(losses)
     of_all_ranks = own.new_empty(ranks.world * len(losses))
     ranks.all_gather(of_all_ranks, own)
@@ -95,7 +96,12 @@ def _run_microbatches(
 
 
 def _update_or_skip(
-    settings: Settings, engine: Engine, losses: list[float], lr: float, progress: Progress
+    settings: CoreSettings,
+    ranks: Ranks,
+    engine: Engine,
+    losses: list[float],
+    lr: float,
+    progress: Progress,
 ) -> Update:
     """Update the weights, or skip a step whose loss is not finite; count it in ``progress``."""
     not_finite = [number for number, loss in enumerate(losses) if not math.isfinite(loss)]
@@ -103,7 +109,7 @@ def _update_or_skip(
         number = not_finite[0]
         raise TrainingError(
             f"the loss of step {progress.step + 1} is {losses[number]} in micro batch {number} "
-            f"(rank {number % settings.nproc})",
+            f"(rank {number % ranks.world})",
             "check the data; or resume from an earlier --tag with a lower --lr or --on-nan skip",
         )
     if not_finite:

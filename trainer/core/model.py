@@ -8,12 +8,12 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from trainer.config.huggingface import load_model_config
-from trainer.errors import SettingsError, get_first_line
-from trainer.settings import Settings
+from trainer.core.errors import SettingsError, get_first_line
+from trainer.core.model_config import load_model_config
+from trainer.core.settings import CoreSettings
 
 
-def build_model(settings: Settings, *, meta: bool = False) -> nn.Module:
+def build_model(settings: CoreSettings, *, meta: bool = False) -> nn.Module:
     """Return the model in float32, the same on every rank.
 
     The weights come from ``settings.seed``, or from the directory that ``settings.model`` names.

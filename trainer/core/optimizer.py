@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from trainer.settings import Settings
+from trainer.core.settings import CoreSettings
 
 
 @dataclass(frozen=True)
@@ -20,7 +20,7 @@ class ParamGroup:
 
 
 def make_param_groups(
-    shapes: Iterable[tuple[str, tuple[int, ...]]], settings: Settings
+    shapes: Iterable[tuple[str, tuple[int, ...]]], settings: CoreSettings
 ) -> list[ParamGroup]:
     """Split trainable parameters into decayed matrices and undecayed biases and norms.
 
@@ -37,7 +37,7 @@ def make_param_groups(
     return [group for group in groups if group.names]
 
 
-def make_hyperparameters(settings: Settings, weight_decay: float, lr: float) -> dict[str, Any]:
+def make_hyperparameters(settings: CoreSettings, weight_decay: float, lr: float) -> dict[str, Any]:
     """Return a group as torch.optim.AdamW has it (torch 2.13), without ``params``."""
     return {
         "lr": lr,
@@ -64,7 +64,9 @@ def apply_adamw(
     gradient: Tensor,
     moments: tuple[Tensor, Tensor],
     step: Tensor,
-    group: dict[str, Any],
+    settings: CoreSettings,
+    weight_decay: float,
+    lr: float,
 ) -> None:
     """Apply one AdamW update in place to flat float32 tensors, with torch's own arithmetic.
 
@@ -73,7 +75,9 @@ def apply_adamw(
         gradient: the averaged and clipped gradient.
         moments: exp_avg and exp_avg_sq.
         step: 0-d float32, the number of earlier updates; it is incremented.
-        group: the result of `make_hyperparameters`.
+        settings: beta1, beta2 and eps.
+        weight_decay: that of the param group.
+        lr: the learning rate.
     """
     from torch.optim.adamw import adamw
 
@@ -86,10 +90,10 @@ def apply_adamw(
         [step],
         foreach=False,
         amsgrad=False,
-        beta1=group["betas"][0],
-        beta2=group["betas"][1],
-        lr=group["lr"],
-        weight_decay=group["weight_decay"],
-        eps=group["eps"],
+        beta1=settings.beta1,
+        beta2=settings.beta2,
+        lr=lr,
+        weight_decay=weight_decay,
+        eps=settings.eps,
         maximize=False,
     )

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from trainer.errors import TrainerError, TrainingError
+from trainer.core.errors import TrainerError, TrainingError
 
 # torch 2.13 calls it all_gather_single, and warns about the old name.
 _all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)

@@ -25,10 +25,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from trainer.core.errors import TrainingError
 from trainer.core.partition import Partition, Run
 from trainer.core.ranks import Ranks
-from trainer.errors import TrainingError
-from trainer.timer import Timer
+from trainer.core.timer import Timer
 
 Gradients = Sequence[tuple[str, Tensor]]
 
@@ -38,7 +38,6 @@ class Reducer:
 
     Attributes:
         sums: this rank's piece of each of ``partition.flats``, in the dtype of the sums.
-        active_ranks: the number of ranks, counted from the first, whose gradients are added.
     """
 
     def __init__(
@@ -54,16 +53,16 @@ class Reducer:
         self.sums = [
             torch.zeros(flat.numel, dtype=dtype, device=ranks.device) for flat in partition.flats
         ]
-        self.active_ranks = ranks.world
         self._ranks = ranks
         self._timer = timer
         self._send = self._exchange if canonical else self._reduce
 
-    def add(self, gradients: Gradients) -> None:
+    def add(self, gradients: Gradients, active_ranks: int) -> None:
         """Add the gradients of one micro batch of each rank to the sums of their owners.
 
         Args:
             gradients: (name, full tensor) of this rank; all ranks must give the same names.
+            active_ranks: the number of ranks, counted from the first, whose gradients are added.
         """
         if not gradients:
             return
@@ -78,7 +77,7 @@ class Reducer:
                 [flattened[run.name][run.start : run.stop] for run in runs] for runs in by_owner
             ]
             mine = by_owner[self._ranks.rank]
-            for received in self._send(rows)[: self.active_ranks]:
+            for received in self._send(rows)[:active_ranks]:
                 self._add_row(mine, received)
 
     def clear(self) -> None:

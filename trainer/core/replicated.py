@@ -19,8 +19,8 @@ from torch import Tensor, nn
 from trainer.core.engine import count_storage_bytes
 from trainer.core.partition import Partition, Shapes, partition_groups
 from trainer.core.ranks import Ranks
+from trainer.core.settings import CoreSettings
 from trainer.core.zero import ZeroEngine
-from trainer.settings import Settings
 
 
 class FlatParameters:
@@ -71,7 +71,7 @@ class FlatParameters:
 class ReplicatedEngine(ZeroEngine):
     """Writes masters into flat parameters, which the ranks then gather from each other."""
 
-    def __init__(self, settings: Settings, ranks: Ranks) -> None:
+    def __init__(self, settings: CoreSettings, ranks: Ranks) -> None:
         super().__init__(settings, ranks)
         self.flat = FlatParameters(
             self.shard.partition, self._optimizer_rank, self.trainable, self.dtype, ranks.device
@@ -100,7 +100,7 @@ class FullGradientsEngine(ReplicatedEngine):
         gradients = [(name, p.grad) for name, p in self.trainable.items() if p.grad is not None]
         self._largest_gradients = count_storage_bytes(gradient for _, gradient in gradients)
         if self.settings.reduction == "canonical" or last:
-            self.reducer.add(gradients)
+            self.reducer.add(gradients, self.active_ranks)
             for parameter in self.trainable.values():
                 parameter.grad = None
 

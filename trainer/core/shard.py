@@ -13,10 +13,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from trainer.core.optimizer import ParamGroup, apply_adamw, make_hyperparameters
+from trainer.core.offload import Slot, SlotFactory
+from trainer.core.optimizer import ParamGroup, apply_adamw
 from trainer.core.partition import Partition
-from trainer.offload import Slot, SlotFactory
-from trainer.settings import Settings
+from trainer.core.settings import CoreSettings
 
 STATE = ("exp_avg", "exp_avg_sq")
 
@@ -54,7 +54,7 @@ class OptimizerShard:
         partition: Partition,
         rank: int,
         groups: list[ParamGroup],
-        settings: Settings,
+        settings: CoreSettings,
         offload: SlotFactory,
         get_initial: Callable[[str], Tensor],
     ) -> None:
@@ -78,31 +78,22 @@ class OptimizerShard:
                 )
             )
 
-    def update(
-        self,
-        gradients: list[Tensor],
-        scale: float,
-        lr: float,
-        write_parameters: Callable[[int, Tensor], None],
-    ) -> None:
+    def update(self, gradients: list[Tensor], scale: float, lr: float) -> None:
         """Apply one AdamW step to every flat tensor.
 
         Args:
             gradients: one for each flat tensor, any float dtype; they may be overwritten.
             scale: the factor that the gradients are multiplied by first.
             lr: the learning rate.
-            write_parameters: gets the index and the new master of each flat tensor, which is valid
-                during the call.
         """
         for index, (flat, state) in enumerate(zip(self.partition.flats, self.states, strict=True)):
             master, first, second = values = [slot.get() for slot in state.slots]
             gradient = gradients[index].to(master.device, torch.float32).mul_(scale)
             decay = self._groups[flat.group].weight_decay
-            group = make_hyperparameters(self._settings, decay, lr)
-            apply_adamw(master, gradient, (first, second), state.step, group)
+            settings = self._settings
+            apply_adamw(master, gradient, (first, second), state.step, settings, decay, lr)
             for slot, value in zip(state.slots, values, strict=True):
                 slot.put(value)
-            write_parameters(index, master)
 
     @property
     def resident_bytes(self) -> int:

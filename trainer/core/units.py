@@ -20,9 +20,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from trainer.core.offload import SlotFactory
 from trainer.core.ranks import Ranks
-from trainer.offload import SlotFactory
-from trainer.timer import Timer
+from trainer.core.timer import Timer
 
 
 @dataclass(frozen=True)

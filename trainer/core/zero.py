@@ -26,19 +26,19 @@ from torch import Tensor
 from trainer.core.engine import DTYPES, ModelState, NativeEngine, count_storage_bytes
 from trainer.core.model import build_model
 from trainer.core.norm import compute_norm
+from trainer.core.offload import SlotFactory
 from trainer.core.optimizer import list_trainable, make_param_groups
 from trainer.core.partition import Partition, Shapes
 from trainer.core.ranks import Ranks
 from trainer.core.reduce import Reducer
+from trainer.core.settings import CoreSettings
 from trainer.core.shard import OptimizerShard
-from trainer.offload import SlotFactory
-from trainer.settings import Settings
 
 
 class ZeroEngine(NativeEngine):
     """A 16-bit (or fp32) model whose fp32 masters and moments are partitioned over the ranks."""
 
-    def __init__(self, settings: Settings, ranks: Ranks) -> None:
+    def __init__(self, settings: CoreSettings, ranks: Ranks) -> None:
         super().__init__(settings, ranks)
         self.dtype = DTYPES[settings.precision]
         self.model = build_model(settings).to(ranks.device)
@@ -94,9 +94,6 @@ class ZeroEngine(NativeEngine):
 
     # The step
 
-    def _set_active_ranks(self, count: int) -> None:
-        self.reducer.active_ranks = count
-
     @property
     def _summed_microbatches(self) -> int:
         return self.settings.microbatches
@@ -107,10 +104,17 @@ class ZeroEngine(NativeEngine):
         return compute_norm(gradients, partition.numel, reduce_on=reduce_on)
 
     def _update_weights(self, gradients: list[Tensor], scale: float, lr: float) -> None:
-        self.shard.update(gradients, scale, lr, self._write_parameters)
-        self._exchange_parameters()
+        self.shard.update(gradients, scale, lr)
+        self.refresh_parameters()
 
-    # The Engine protocol, and what a checkpoint reads and fills
+    def refresh_parameters(self) -> None:
+        """Make the parameters equal to the masters, after an update or a resume. Collective."""
+        with torch.no_grad():
+            for index, state in enumerate(self.shard.states):
+                self._write_parameters(index, state.master.get())
+            self._exchange_parameters()
+
+    # The Engine protocol
 
     def discard_gradients(self) -> None:
         """Clear the sums and the gradients that autograd left, see Engine."""
@@ -135,25 +139,9 @@ class ZeroEngine(NativeEngine):
                     dist.broadcast(piece, src=run.rank)
             yield name, whole.view(parameter.shape).cpu()
 
-    def refresh_parameters(self) -> None:
-        """Make the parameters equal to the masters, which a checkpoint has filled. Collective."""
-        with torch.no_grad():
-            for index, state in enumerate(self.shard.states):
-                self._write_parameters(index, state.master.get())
-            self._exchange_parameters()
-
     def _get_frozen(self, name: str) -> Tensor:
         """Return a whole frozen parameter, on the CPU."""
         return self.model.get_parameter(name).detach().cpu()
-
-    def frozen_fragments(self) -> dict[str, Tensor]:
-        """Return what this rank keeps of each frozen parameter: all of it, before stage 3."""
-        named = self.model.named_parameters()
-        return {name: p.detach() for name, p in named if not p.requires_grad}
-
-    def set_frozen(self, name: str, whole: Tensor) -> None:
-        """Set a frozen parameter to ``whole``."""
-        self.model.get_parameter(name).data.copy_(whole)
 
     # Memory
 

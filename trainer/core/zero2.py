@@ -18,13 +18,13 @@ from torch import Tensor
 
 from trainer.core.ranks import Ranks
 from trainer.core.replicated import ReplicatedEngine
-from trainer.settings import Settings
+from trainer.core.settings import CoreSettings
 
 
 class Zero2Engine(ReplicatedEngine):
     """Reduces during the backward pass, so that all gradients never exist at the same time."""
 
-    def __init__(self, settings: Settings, ranks: Ranks) -> None:
+    def __init__(self, settings: CoreSettings, ranks: Ranks) -> None:
         super().__init__(settings, ranks)
         self._bucket: list[tuple[str, Tensor]] = []
         self._bucket_numel = 0
@@ -42,7 +42,7 @@ class Zero2Engine(ReplicatedEngine):
             self._reduce_bucket()
 
     def _reduce_bucket(self) -> None:
-        self.reducer.add(self._bucket)
+        self.reducer.add(self._bucket, self.active_ranks)
         self._bucket, self._bucket_numel = [], 0
 
     def _reduce_gradients(self, *, last: bool) -> None:

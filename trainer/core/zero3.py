@@ -12,7 +12,6 @@
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 from functools import partial
 from typing import Any
@@ -21,12 +20,12 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from trainer.core.model import find_layer_classes
+from trainer.core.offload import SlotFactory
 from trainer.core.partition import Partition, Shapes, partition_each_parameter
 from trainer.core.ranks import Ranks
+from trainer.core.settings import CoreSettings
 from trainer.core.units import Unit, split_into_units
 from trainer.core.zero import ZeroEngine
-from trainer.offload import SlotFactory
-from trainer.settings import Settings
 
 
 class Zero3Engine(ZeroEngine):
@@ -37,7 +36,7 @@ class Zero3Engine(ZeroEngine):
     has its gradient. Small parameters (``persistence_threshold``) stay gathered between steps.
     """
 
-    def __init__(self, settings: Settings, ranks: Ranks) -> None:
+    def __init__(self, settings: CoreSettings, ranks: Ranks) -> None:
         super().__init__(settings, ranks)
         self._offload = SlotFactory(settings.offload_param, ranks.device, settings.nvme_path)
         self._backward = False
@@ -105,7 +104,7 @@ class Zero3Engine(ZeroEngine):
             for member in unit.members
             if member.parameter.grad is not None
         ]
-        self.reducer.add(gradients)
+        self.reducer.add(gradients, self.active_ranks)
         for member in unit.members:
             member.parameter.grad = None
 
@@ -140,7 +139,7 @@ class Zero3Engine(ZeroEngine):
             self._persistent.release()
             self._persistent.gather()
 
-    # Frozen parameters
+    # Frozen parameters, and memory
 
     def _get_frozen(self, name: str) -> Tensor:
         for unit in self.units:
@@ -152,22 +151,6 @@ class Zero3Engine(ZeroEngine):
                     unit.release()
                 return value
         raise KeyError(name)
-
-    def set_frozen(self, name: str, whole: Tensor) -> None:
-        """Keep this rank's piece of ``whole``."""
-        piece = math.ceil(whole.numel() / self.ranks.world)
-        own = whole.reshape(-1)[self.ranks.rank * piece : (self.ranks.rank + 1) * piece]
-        for unit in self.units:
-            unit.update({name: own})
-
-    def frozen_fragments(self) -> dict[str, Tensor]:
-        """Return this rank's padded piece of each frozen parameter."""
-        return {
-            member.name: unit.get_piece(member)
-            for unit in self.units
-            for member in unit.members
-            if not member.parameter.requires_grad
-        }
 
     def _count_parameter_bytes(self) -> int:
         return sum(unit.resident_bytes for unit in self.units)

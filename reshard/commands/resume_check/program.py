@@ -86,7 +86,7 @@ def _use_trainer(manifest: Manifest) -> Program:
             'pass the command of your program: --command "torchrun --nproc-per-node {world_size}'
             ' train.py --resume {checkpoint} --steps {steps} --losses {log}"',
         )
-    words = "-m trainer --resume {checkpoint} --nproc {world_size} --steps {until} --log {log}"
+    words = "-m trainer --resume {checkpoint} --nproc {world_size} --steps {until} --step-log {log}"
     return Program(
         [sys.executable, *words.split(), "--save", "{out}", "--no-progress"],
         run.progress["step"],

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from trainer.errors import TrainingError
-from trainer.settings import Settings
+from trainer.core.errors import TrainingError
+from trainer.core.settings import CoreSettings
 
 
 @dataclass
@@ -59,7 +59,7 @@ class LossScaler:
         self.last_overflow = self.iteration
 
 
-def make_loss_scaler(settings: Settings) -> LossScaler:
+def make_loss_scaler(settings: CoreSettings) -> LossScaler:
     """Return the scaler that the settings describe; its scale is 1 outside fp16."""
     if settings.precision != "fp16":
         return LossScaler()

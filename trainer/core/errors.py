@@ -76,20 +76,3 @@ def explain_permissions() -> Iterator[None]:
             f"{error.filename} cannot be accessed: {error.strerror}",
             "give paths that this user may read, and a --save that this user may write to",
         ) from error
-
-
-@contextmanager
-def translate_rust_errors() -> Iterator[None]:
-    """Report a file that tokenizers or safetensors cannot write as Python's own functions do.
-
-    Raises:
-        OSError: the block raised ``SafetensorError``, or the bare ``Exception`` of tokenizers.
-    """
-    from safetensors import SafetensorError
-
-    try:
-        yield
-    except Exception as error:
-        if type(error) not in (Exception, SafetensorError):
-            raise
-        raise OSError(get_first_line(error)) from error

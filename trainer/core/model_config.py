@@ -5,9 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from trainer.errors import SettingsError, get_first_line
-from trainer.settings import Settings
-from trainer.tokenizer import VOCABULARY
+from trainer.core.data import VOCABULARY
+from trainer.core.errors import SettingsError, get_first_line
+from trainer.core.settings import CoreSettings
 
 TINY: dict[str, dict[str, Any]] = {
     "tiny-llama": {
@@ -47,7 +47,7 @@ computes experts, requires rows of a multiple of 16 bytes, in bfloat16 as well.
 """
 
 
-def load_model_config(settings: Settings) -> Any:
+def load_model_config(settings: CoreSettings) -> Any:
     """Return the ``transformers`` configuration that the settings describe.
 
     Raises:
@@ -88,7 +88,7 @@ def load_model_config(settings: Settings) -> Any:
     return config
 
 
-def _check(config: Any, settings: Settings) -> None:
+def _check(config: Any, settings: CoreSettings) -> None:
     """Refuse a model that cannot be trained on byte tokens of this length, or on several ranks."""
     vocabulary = getattr(config, "vocab_size", None)
     if vocabulary is None or vocabulary < VOCABULARY:

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import math
 
-from trainer.settings import Settings
+from trainer.core.settings import CoreSettings
 
 
-def compute_learning_rate(settings: Settings, updates: int) -> float:
+def compute_learning_rate(settings: CoreSettings, updates: int) -> float:
     """Return the rate of the update after ``updates`` earlier ones (skipped steps do not count)."""
     iteration = updates - 1
     if settings.schedule == "constant":
@@ -24,24 +24,24 @@ def compute_learning_rate(settings: Settings, updates: int) -> float:
     return lowest + (settings.lr - lowest) * _linear_ratio(settings, iteration)
 
 
-def schedule_ends_early(settings: Settings) -> bool:
+def schedule_ends_early(settings: CoreSettings) -> bool:
     """Return whether the schedule is shorter than the run, whose last steps get its lowest rate."""
     decays = settings.schedule in {"WarmupDecayLR", "WarmupCosineLR"}
     return decays and settings.schedule_steps < settings.steps
 
 
-def _warmup_steps(settings: Settings) -> int:
+def _warmup_steps(settings: CoreSettings) -> int:
     return max(2, settings.warmup_steps)  # as in DeepSpeed; `log` of 1 step would be 0
 
 
-def _warmup_ratio(settings: Settings, iteration: int) -> float:
+def _warmup_ratio(settings: CoreSettings, iteration: int) -> float:
     """Return 0 to 1 over the warmup."""
     if settings.warmup_type == "linear":
         return iteration / _warmup_steps(settings)
     return 1.0 / math.log(_warmup_steps(settings)) * math.log(iteration + 1)
 
 
-def _linear_ratio(settings: Settings, iteration: int) -> float:
+def _linear_ratio(settings: CoreSettings, iteration: int) -> float:
     if iteration < _warmup_steps(settings):
         return _warmup_ratio(settings, iteration)
     if settings.schedule == "WarmupLR":
@@ -50,7 +50,7 @@ def _linear_ratio(settings: Settings, iteration: int) -> float:
     return max(0.0, remaining / float(max(1.0, settings.schedule_steps - _warmup_steps(settings))))
 
 
-def _cosine_ratio(settings: Settings, iteration: int) -> float:
+def _cosine_ratio(settings: CoreSettings, iteration: int) -> float:
     if iteration < 0:
         return 0.0
     if iteration < _warmup_steps(settings):

@@ -6,7 +6,7 @@ import json
 from dataclasses import dataclass
 from typing import Any
 
-from trainer.errors import SettingsError
+from trainer.core.errors import SettingsError
 
 
 @dataclass(frozen=True)

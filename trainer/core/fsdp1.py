@@ -10,7 +10,6 @@ from typing import cast
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import (
-    BackwardPrefetch,
     CPUOffload,
     FullyShardedDataParallel,
     MixedPrecision,
@@ -19,11 +18,11 @@ from torch.distributed.fsdp import (
 from torch.distributed.fsdp.wrap import CustomPolicy
 
 from trainer.core.engine import DTYPES
+from trainer.core.errors import SettingsError
 from trainer.core.fsdp import ShardedEngine
 from trainer.core.fsdp_reduce import UnitSums, order_fsdp1
+from trainer.core.fsdp_units import find_unit, is_hybrid
 from trainer.core.optimizer import ParamGroup, list_trainable, make_param_groups
-from trainer.errors import SettingsError
-from trainer.fsdp_options import InitialWeights, find_unit, is_hybrid
 
 _WRAPPER = "_fsdp_wrapped_module."
 
@@ -38,7 +37,7 @@ class FsdpEngine(ShardedEngine):
                 "fsdp_offload_params needs a GPU: FSDP 1 offloads through its pinned memory",
                 "leave it out; on a CPU the parameters are in host memory already",
             )
-        if is_hybrid(settings) and settings.state_dict_type == "local":
+        if is_hybrid(settings, self.ranks.world) and settings.state_dict_type == "local":
             raise SettingsError(
                 f"PyTorch makes no local state dict with {settings.fsdp_sharding_strategy}",
                 "use --state-dict-type sharded",
@@ -68,28 +67,23 @@ class FsdpEngine(ShardedEngine):
                     "freeze whole units, or use --fsdp-use-orig-params",
                 )
 
-    def _wrap(self, weights: InitialWeights) -> nn.Module:
+    def _wrap(self, model: nn.Module) -> nn.Module:
         settings = self.settings
-        strategy = settings.fsdp_sharding_strategy if settings.nproc > 1 else "NO_SHARD"
-        prefetch = settings.fsdp_backward_prefetch
+        strategy = settings.fsdp_sharding_strategy if self.ranks.world > 1 else "NO_SHARD"
         chosen = set(self.units.values())
-        model = FullyShardedDataParallel(
-            weights.model,
+        sharded = FullyShardedDataParallel(
+            model,
             # A local state dict refuses a mesh; DCP needs one for fewer rows than ranks.
             device_mesh=None if settings.state_dict_type == "local" else self.mesh,
             sharding_strategy=ShardingStrategy[strategy],
             cpu_offload=CPUOffload(offload_params=settings.fsdp_offload_params),
             auto_wrap_policy=CustomPolicy(chosen.__contains__),
-            backward_prefetch=None if prefetch == "NO_PREFETCH" else BackwardPrefetch[prefetch],
             mixed_precision=self._make_precision_policy(),
-            param_init_fn=weights.fill if settings.fsdp_cpu_ram_efficient_loading else None,
             device_id=self.ranks.device,
-            forward_prefetch=settings.fsdp_forward_prefetch,
-            limit_all_gathers=settings.fsdp_limit_all_gathers,
             use_orig_params=settings.fsdp_use_orig_params,
         )
-        model.check_is_root()  # before a unit gathers its parameters and takes itself for the root
-        return model
+        sharded.check_is_root()  # before a unit gathers parameters and takes itself for the root
+        return sharded
 
     def _make_precision_policy(self) -> MixedPrecision | None:
         if self.settings.precision == "fp32":

@@ -10,7 +10,7 @@ from typing import Any, Protocol, cast
 import torch
 from torch import Tensor
 
-from trainer.errors import SettingsError
+from trainer.core.errors import SettingsError
 
 
 class Slot(Protocol):
