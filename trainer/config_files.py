@@ -225,7 +225,7 @@ _ACCELERATE_SPEED = {
         " sync_module_states cpu_ram_efficient_loading limit_all_gathers".split()
     ),
 }
-_QUIET = (None, False, True, 0, "auto", "no", "main", "static", "standard", "BACKWARD_PRE")
+_QUIET = (None, False, 0, "auto", "no", "main", "static", "standard", "BACKWARD_PRE")
 """Values of fields of speed or output that need no note: those of the questionnaire."""
 
 
@@ -262,7 +262,7 @@ class _File:
         found = {}
         for path, value in self._flatten(document, sections):
             if path in speed:
-                if value not in quiet:
+                if value not in quiet and not (value is True and "." not in path):
                     self.choices.note(f"{self.path.name}: no effect here", path)
             elif path not in table:
                 self._refuse(path, [*table, *speed, *sections])

@@ -523,6 +523,11 @@ def test_a_field_of_accelerate_is_a_setting(tmp_path, text, expected):
     assert {name: values.get(name) for name in expected} == expected
 
 
+def test_a_model_that_is_not_written_is_told(tmp_path):
+    choices = of_yaml(tmp_path, inline("zero3_save_16bit_model: true"))
+    assert choices.notes == "a.yaml: no effect here: deepspeed_config.zero3_save_16bit_model"
+
+
 def test_the_files_that_the_questionnaire_writes_need_no_note():
     choices = Choices()
     read_accelerate(CONFIGS / "accelerate_fsdp.yaml", choices)

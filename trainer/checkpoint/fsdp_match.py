@@ -5,7 +5,7 @@ from __future__ import annotations
 import pickle
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,7 +19,7 @@ from torch.distributed._shard.sharded_tensor.metadata import (
 from torch.distributed._shard.sharded_tensor.shard import Shard
 from torch.distributed._shard.sharding_spec import ChunkShardingSpec
 from torch.distributed.remote_device import _remote_device
-from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor import DTensor
 from torch.distributed.tensor import Shard as Cut
 
 from trainer.checkpoint import files
@@ -150,22 +150,15 @@ def fill(live: State, saved: State, *, whole: bool = False) -> None:
 
 
 def cut_like(whole: Tensor, like: Tensor) -> Tensor:
-    """Return this rank's shard of ``whole`` if it is sharded like ``like``.
-
-    The last axis of the mesh cuts first: ``fully_shard`` cuts what tensor parallelism has left, and
-    calls that _StridedShard.
-    """
+    """Return this rank's shard of ``whole`` if it is sharded like ``like``, along one mesh axis."""
     if not isinstance(like, DTensor):
         return whole
     mesh = like.device_mesh
-    for axis in reversed(range(mesh.ndim)):
-        placement = like.placements[axis]
-        if isinstance(placement, Replicate):
-            continue
-        dim = cast("Cut", placement).dim
-        chunks = whole.chunk(mesh.size(axis), dim)
-        index = mesh.get_local_rank(axis)
-        whole = chunks[index] if index < len(chunks) else whole.narrow(dim, 0, 0)
+    for axis, placement in enumerate(like.placements):
+        if isinstance(placement, Cut):  # the other axis of a hybrid mesh has replicas
+            chunks = whole.chunk(mesh.size(axis), placement.dim)
+            index = mesh.get_local_rank(axis)
+            return chunks[index] if index < len(chunks) else whole.narrow(placement.dim, 0, 0)
     return whole
 
 
