@@ -13,6 +13,7 @@ from datetime import timedelta
 from difflib import get_close_matches
 from pathlib import Path
 from statistics import median
+from typing import Any
 
 from reshard import units
 from reshard.checks import names
@@ -22,7 +23,7 @@ from reshard.checks.identity.counters import find_counter_conflicts
 from reshard.checks.identity.crosscheck import compare_masters, find_negative
 from reshard.checks.result import Check, not_applicable
 from reshard.containers.json_files import read_json_object
-from reshard.core.box import Index
+from reshard.core.box import Box, Index
 from reshard.core.location import Location
 from reshard.core.manifest import BUFFER, PARAM, WEIGHT_KINDS, Entry, Manifest
 from reshard.errors import CorruptError, DifferentError, UnsupportedError, UsageError
@@ -36,6 +37,8 @@ from reshard.state_dict.memory_form import restore_adapter_form
 from reshard.system.files import SourceFiles
 from reshard.system.paths import as_path
 from reshard.tensors import replicas
+from reshard.tensors.lazy import read_block
+from reshard.tensors.weights import find_heads
 from reshard.training import optimizers
 from reshard.training.companion_files import find_config
 from reshard.training.completeness import find_impossible_settings, find_lost_state
@@ -402,6 +405,8 @@ def _check_config(manifest: Manifest) -> Check:
     except CorruptError as error:
         found = [f"{error.where} {error.problem}"]
         return Check(names.MODEL, "the config beside the checkpoint", found, exit_code=3)
+    if differing := _find_untied(manifest, config):
+        return Check(names.MODEL, f"the config beside the checkpoint: {file}", differing)
     numbers = (int(n) for fqn in manifest.weight_shapes for n in _LAYER.findall(fqn))
     depth, layers = max(numbers, default=None), config.get("num_hidden_layers")
     if file is None or depth is None or not isinstance(layers, int) or depth + 1 >= layers:
@@ -414,6 +419,21 @@ def _check_config(manifest: Manifest) -> Check:
     lacking = list_missing_in_layers(missing, stored, expected)
     found = [f"no file contains {some(lacking)}, which are in the layers of {file}"]
     return Check(names.MODEL, shapes.source, found) if lacking else none
+
+
+def _find_untied(manifest: Manifest, config: Mapping[str, Any]) -> list[str]:
+    """Return a line for each head that the config ties, and whose first row differs."""
+    best, found = manifest.select_weights(), []
+    is_tied = config.get("tie_word_embeddings") is True
+    with SourceFiles(manifest.files) as pool:
+        for head, embedding in find_heads(best) if is_tied else ():
+            one, other = best[head], best[embedding]
+            if (one.dtype, one.shape[1:]) != (other.dtype, other.shape[1:]) or not one.numel:
+                continue
+            row = Box((0,) * len(one.shape), (1, *one.shape[1:]))
+            if read_block(pool, one, row) != read_block(pool, other, row):
+                found.append(f"{head} differs from {embedding}, to which the config ties it")
+    return found
 
 
 def _is_published(stored: Container[str], published: Published) -> bool:

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from reshard import formats
 from reshard.checks.identity import Trust
+from reshard.checks.identity.counters import find_counter_conflicts
 from reshard.commands.output import Job
 from reshard.commands.split.command import plan_split
 from reshard.commands.split.options import SplitOptions
@@ -205,6 +206,13 @@ def log_report(report: SplitReport) -> None:
         _logger.info("%s", line)
     for warning in report.warnings:
         _logger.warning("%s", warning)
+
+
+def log_warnings(manifest: Manifest) -> None:
+    """Write the warnings of a checkpoint to the log, on one rank."""
+    if is_first_rank():
+        for warning in (*manifest.warnings, *find_counter_conflicts(manifest)):
+            _logger.warning("%s", warning)
 
 
 @contextmanager

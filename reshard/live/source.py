@@ -10,7 +10,7 @@ from reshard.checks.identity import check_identity
 from reshard.commands.output_options import ValueOptions
 from reshard.commands.reading import read_trusted
 from reshard.core.manifest import Manifest
-from reshard.live.files import compute_on_first_rank
+from reshard.live.files import compute_on_first_rank, log_warnings
 from reshard.live.names import fits_live_names, use_live_names
 from reshard.model import ModelShapes
 from reshard.naming.published import restore_memory_form
@@ -43,6 +43,7 @@ def read_for_model(
         manifest = read_trusted(formats.as_paths(source), options, live)
         check_identity(manifest, options.trust)
         _logger.info("loading %s without a copy on a disk", manifest.origin.path)
+        log_warnings(manifest)
         named, prefix = use_live_names(manifest, parameters, buffers)
         if not fits_live_names(named, parameters):
             restored = restore_memory_form(manifest, may_be_former=True)

@@ -18,7 +18,6 @@ from pathlib import Path
 from reshard.containers.json_files import read_json
 from reshard.core.location import Location
 from reshard.errors import CorruptError
-from reshard.units import some
 
 _LIST = "modules.json"
 _FOLDER = re.compile(r"(\d+)_[A-Z]\w*")  # 1_Pooling, 2_Dense
@@ -69,12 +68,10 @@ def compare(directories: Iterable[Path], fqns: Iterable[str]) -> Modules:
             " load them into the SentenceTransformer (model.load_state_dict), and save it"
         )
         return Modules((note,), are_whole=True)
-    left = list(list_files(path.parent))
-    if not left:
+    if not list_files(path.parent):  # which the manifest names among the files that were not read
         return Modules()
     note = (
-        f"weights of other modules of the SentenceTransformer were not read: {some(left)}; the"
-        " output has those of its first module alone, and"
+        "the output has the weights of the first module of the SentenceTransformer alone, and"
         f" SentenceTransformer({str(path.parent)!r}) loads all"
     )
     return Modules((note,))

@@ -36,8 +36,8 @@ def test_weights_of_other_modules_are_reported(saved, tmp_path):
     save_file({EMBEDDING: torch.ones(8, 4)}, saved / "model.safetensors")
     save_file({"linear.weight": torch.ones(2, 4)}, saved / "2_Dense/model.safetensors")
     report = reshard.merge(saved, tmp_path / "out")
-    told = [text for text in report.warnings if "2_Dense/model.safetensors" in text]
-    assert sum("SentenceTransformer(" in text for text in told) == 1
+    assert sum("2_Dense" in text for text in report.warnings) == 1
+    assert sum("SentenceTransformer(" in text for text in report.warnings) == 1
     assert "BertModel" in report.load_line
 
 

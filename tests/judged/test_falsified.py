@@ -102,6 +102,16 @@ def test_verify_refuses_the_configs_that_merge_refuses(copied, key, tmp_path):
     assert report.exit_code
 
 
+def test_verify_refuses_a_tie_that_the_weights_deny(copied, tmp_path):
+    run = copied("hf_z2")
+    config = json.loads((run / "config.json").read_text())
+    (run / "config.json").write_text(json.dumps(config | {"tie_word_embeddings": True}))
+    with pytest.raises(ReshardError, match="is tied to"):
+        reshard.merge(run, tmp_path / "model")
+    (failure,) = reshard.verify(run).check("model").failures
+    assert failure.startswith("lm_head.weight differs from model.embed_tokens.weight")
+
+
 def test_verify_builds_no_model_for_a_sound_config(copied, monkeypatch):
     monkeypatch.setattr("reshard.model.ModelHint.shapes", None)
     assert not reshard.verify(copied("hf_z3_tied")).exit_code

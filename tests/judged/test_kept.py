@@ -14,6 +14,7 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import _load_state_dict_from_keys
 
 import reshard
+from reshard.dcp import StorageReader
 from reshard.errors import IncompleteError, StaleError, UnsupportedError
 from tests.judged.expected import read_expected
 
@@ -242,6 +243,15 @@ def test_a_split_of_dcp_copies_codes_that_torchao_can_cut(ranks, tmp_path):
     assert len(stored.chunks) == ranks
     codes = [b"OptimStateFp8" in path.read_bytes() for path in sorted(out.glob("*.distcp"))]
     assert any(codes) == (ranks == 2)
+
+
+def test_the_storage_reader_logs_the_warnings_of_its_source(caplog):
+    source = DATA / "torchao_fp8" / "ckpt"
+    warnings = reshard.inspect(source).manifest.warnings
+    assert warnings
+    StorageReader(source)
+    assert [record.message for record in caplog.records] == list(warnings)
+    assert {record.levelname for record in caplog.records} == {"WARNING"}
 
 
 @pytest.mark.parametrize("form", ["ckpt", "ranks"])

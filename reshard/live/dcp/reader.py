@@ -23,6 +23,7 @@ from reshard.live.comparison import Expected, compare_on_rank
 from reshard.live.dcp.blocks import BlockRead, read, refuse_different_aliases, refuse_other_shape
 from reshard.live.dcp.target import Hyper, Keys, Resolved, State
 from reshard.live.dcp.values import PlainItems
+from reshard.live.files import log_warnings
 from reshard.live.memory import iterate_state_dict
 from reshard.model import library
 from reshard.naming.options import NameOptions
@@ -74,6 +75,7 @@ class StorageReader(storage.StorageReader):
     def _open(self, source: formats.Paths | Manifest) -> None:
         if not isinstance(source, Manifest):
             source = formats.read(source, **self._choice)
+            log_warnings(source)
         check_identity(source, self._trust)
         source, _ = dequantise(source)
         self.manifest = source
