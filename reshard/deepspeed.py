@@ -192,8 +192,9 @@ def _name_precision(engine: Any) -> str:
 def _list_groups(engine: Any) -> list[dict[str, Any]]:
     """Return the param groups of an engine's optimizer, in the order of its flat partitions.
 
-    The result is empty for an engine with experts or with model-parallel ranks, whose optimizer
-    divides the groups itself.
+    The result is empty for an engine with experts, whose optimizer divides the groups itself, and
+    for a pipeline, of which each rank has the parameters of one stage. Tensor-parallel ranks have
+    parts of the same parameters.
 
     Source: DeepSpeed 0.19.8 ``runtime/engine.py`` (``param_names``), ``zero/stage_1_and_2.py``
     (``bit16_groups``), ``zero/stage3.py`` (``fp16_groups``, of which each is a sub-group),
@@ -201,7 +202,8 @@ def _list_groups(engine: Any) -> list[dict[str, Any]]:
     """
     optimizer = engine.optimizer
     live = getattr(optimizer, "param_groups", None)
-    if not live or engine.has_moe_layers or engine.mp_world_size > 1:
+    is_cut_in_stages = engine.mp_world_size > 1 and engine.pipeline_parallelism
+    if not live or engine.has_moe_layers or is_cut_in_stages:
         return []
     params: list[list[Any]] = [group["params"] for group in live]
     for name in ("bit16_groups", "bf16_groups", "fp16_groups"):

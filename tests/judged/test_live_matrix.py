@@ -128,3 +128,14 @@ def test_the_order_of_the_live_optimizer_decides(
 ):
     wanted = saved_in_order[1]["torch_decays" if order == "exchanged" else "torch"]
     assert loaded_in_order[f"{saver}-{loader}-{order}"] == pytest.approx(wanted, rel=1e-5)
+
+
+@pytest.mark.parametrize("is_reversed", [False, True])
+def test_the_order_of_a_tensor_parallel_optimizer_decides(is_reversed, tmp_path):
+    """Nothing compares the parts of parameters in memory: only the losses show their order."""
+    how = {"how": "tensor parallel"}
+    saved = ORDER_JUDGE.run(tmp_path / "saved", {"run": (1, {**how, "is_reversed": False})})
+    told = {**how, "is_reversed": is_reversed, "load": str(tmp_path / "saved" / "run" / "saved")}
+    found = ORDER_JUDGE.run(tmp_path / "loaded", {"run": (2, told)})
+    assert isinstance(found["run"], list), found["run"]
+    assert found["run"] == pytest.approx(saved["run"], rel=1e-5)

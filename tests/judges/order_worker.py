@@ -36,6 +36,7 @@ import reshard.lightning
 import reshard.transformers
 from tests.judges import deepspeed_state, hf_trainer, library_lightning, ranks, torch_models
 from tests.judges.deepspeed_train import start_rank
+from tests.judges.models import llama_config
 
 SAVED, LATER, SIZE = 3, 3, 8
 PRELOADED = ("torch._dynamo", "transformers.trainer", "lightning.pytorch.strategies")
@@ -103,6 +104,39 @@ def train_deepspeed(job: ranks.Job, rank: int) -> list[float]:
         engine.backward(loss)
         engine.step()
         return loss.item()
+
+    return go_on(told, step, lambda: engine.save_checkpoint(str(job.out / "saved")))
+
+
+def train_tensor_parallel(job: ranks.Job, rank: int) -> list[float]:
+    """Train a Llama with DeepSpeed's AutoTP, with the parameters in the model's order or reversed.
+
+    One rank saves, with the whole model; two ranks with parts of it resume.
+    """
+    ranks.join_group(job, rank)
+    start_rank()
+    told = job.told
+    torch.manual_seed("load" in told)
+    model: Any = transformers.LlamaForCausalLM(llama_config(SIZE, tied=False, intermediate=16))
+    if job.world > 1:
+        model = deepspeed.tp_model_init(model, job.world, torch.float32)
+    config = {
+        "train_micro_batch_size_per_gpu": 1,
+        "zero_optimization": {"stage": 1},
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-2, "torch_adam": True}},
+        "gradient_clipping": 1.0,
+    }
+    parameters = list(model.parameters())[:: -1 if told["is_reversed"] else 1]
+    engine, *_ = deepspeed.initialize(model=model, config=config, model_parameters=parameters)
+    if "load" in told:
+        reshard.deepspeed.load_checkpoint(engine, told["load"], trust="full")
+    words = torch.arange(SIZE).unsqueeze(0)
+
+    def step() -> float:
+        loss = engine(input_ids=words, labels=words).loss
+        engine.backward(loss)
+        engine.step()
+        return float(loss)
 
     return go_on(told, step, lambda: engine.save_checkpoint(str(job.out / "saved")))
 
@@ -298,6 +332,7 @@ def go_on(told: dict[str, Any], step: Any, save: Any) -> list[float]:
 
 TRAIN = {
     "deepspeed": train_deepspeed,
+    "tensor parallel": train_tensor_parallel,
     "stage 3": load_stage_3,
     "accelerate": train_accelerate,
     "hf": train_hf,
