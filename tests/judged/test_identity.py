@@ -249,6 +249,12 @@ def test_an_optimizer_of_another_step_is_named_by_its_rate(library_case, tmp_pat
     assert (
         "the last learning rate of the scheduler is 0.004, but the optimizer's is 0.003" in problem
     )
+    scheduler = torch.load(later / "scheduler.bin")
+    torch.save({**scheduler, "base_lrs": [0.5, 0.5]}, later / "scheduler.bin")
+    assert (
+        "the first learning rate of the scheduler is 0.5"
+        in find_counter_conflicts(formats.read(later))[1]
+    )
 
 
 COVERING = [  # one of each form that names its files, its ranks or its values in another way

@@ -46,27 +46,29 @@ def find_counter_conflicts(manifest: Manifest) -> list[str]:
 
 
 def _find_rate_conflicts(train: TrainState) -> list[str]:
-    """Compare the learning rates that a scheduler set last with those of the param groups.
+    """Compare the learning rates of a scheduler, the last and the first, with the param groups.
 
-    Each step of a scheduler of torch copies the rates of the groups to ``_last_lr`` (torch 2.13
-    ``optim/lr_scheduler.py``). Several schedulers may change the same groups in turn.
+    Each step of a scheduler of torch copies the rates of the groups to ``_last_lr``, and its
+    creation the first ones (torch 2.13 ``optim/lr_scheduler.py``). Several schedulers may change
+    the same groups in turn.
     """
     states = train.scheduler if isinstance(train.scheduler, list) else [train.scheduler]
     if len(states) != 1 or not isinstance(states[0], Mapping):
         return []
-    rates = states[0].get("_last_lr")
-    held = [group.hyper["lr"] for group in train.param_groups if "lr" in group.hyper]
-    if not isinstance(rates, list) or not all(isinstance(rate, float) for rate in [*rates, *held]):
-        return []
-    other = next((rate for rate in rates if held and rate not in held), None)
-    if other is None:
-        return []
-    own = ", ".join(f"{rate:g}" for rate in dict.fromkeys(held))
-    problem = (
-        f"the last learning rate of the scheduler is {other:g}, but the optimizer's is {own}: one"
-        " of the two may be of another step"
-    )
-    return [problem]
+    problems = []
+    for which, key, own_key in (("last", "_last_lr", "lr"), ("first", "base_lrs", "initial_lr")):
+        rates = states[0].get(key)
+        held = [group.hyper[own_key] for group in train.param_groups if own_key in group.hyper]
+        if not isinstance(rates, list) or not all(isinstance(r, float) for r in [*rates, *held]):
+            continue
+        other = next((rate for rate in rates if held and rate not in held), None)
+        if other is not None:
+            own = ", ".join(f"{rate:g}" for rate in dict.fromkeys(held))
+            problems.append(
+                f"the {which} learning rate of the scheduler is {other:g}, but the optimizer's is"
+                f" {own}: one of the two may be of another step or run"
+            )
+    return problems
 
 
 def _is_of_fabric(manifest: Manifest) -> bool:

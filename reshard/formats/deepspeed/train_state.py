@@ -155,12 +155,19 @@ def read_param_groups(ranks: Sequence[OptimizerStates], shapes: Shapes) -> list[
         return read_by_file(states, lambda rank: _read_groups(rank.optimizer, len(shapes)))
 
     first, *others = read(select_distinct(ranks)).values()
-    stored = first if all(groups == first for groups in others) else _join_groups(read(ranks))
+    stored = first if all(groups == first for groups in others) else join_groups(read(ranks))
     return _name_members(stored, shapes) or [ParamGroup({}, tuple(members)) for members in shapes]
 
 
-def _join_groups(found: Mapping[str, Sequence[_StoredGroup]]) -> list[_StoredGroup]:
-    """Join the groups of ranks that differ in numbers which each optimizer computed itself."""
+def join_groups(found: Mapping[str, Sequence[_StoredGroup]]) -> list[_StoredGroup]:
+    """Join the groups of ranks that differ in numbers which each optimizer computed itself.
+
+    Args:
+        found: the groups in each file.
+
+    Raises:
+        CorruptError: two ranks have other groups or settings.
+    """
     kinds = {
         path: [(list(hyper), members) for hyper, members in groups]
         for path, groups in found.items()

@@ -55,6 +55,7 @@ from reshard.formats.megatron.arguments import Arguments
 from reshard.formats.megatron.optimizers import dist_flat, flat_buffers, forms
 from reshard.formats.megatron.optimizers.dist_flat import CHAIN
 from reshard.formats.megatron.optimizers.forms import RankParam
+from reshard.formats.megatron.stated import compare_model
 from reshard.layouts.model_parallel.moves import take_slice
 from reshard.layouts.model_parallel.rules import Table
 from reshard.state_dict import tree
@@ -130,7 +131,7 @@ def read(location: Location, table: Table) -> Manifest:
     ]
     # Forms that only the same grid can load keep the groups as objects of each model-parallel
     # group.
-    states = dist_flat.find_group_states(objects, common.get("optimizer"))
+    states = dist_flat.find_group_states(objects, common.get("optimizer"), str(location))
     state = forms.read(states, params, args, table, str(location))
     manifest = Manifest(
         origin=Origin("megatron", str(location)),
@@ -251,19 +252,19 @@ def _add_claims(
         return loaded.files
     about = location.files[directory.METADATA]
     of_common = loaded.files[str(path)]
-    stated, claims = [], []
+    of_metadata, claims = [], []
     for what, value, evidence, own, own_evidence in (
         *_compare_places(loaded.directory, common.get("iteration"), args),
         *_compare_model(args, whole),
         *_compare_grids(loaded.root, args),
     ):
-        stated.append(Claim(what, value, evidence))
+        of_metadata.append(Claim(what, value, evidence))
         claims.append(Claim(what, own, own_evidence))
     if not claims:
         return loaded.files
     # The first of two statements counts: .metadata is written with the tensors.
     return {
-        str(about): SourceFile(str(about), about.stat().st_size, claims=tuple(stated)),
+        str(about): SourceFile(str(about), about.stat().st_size, claims=tuple(of_metadata)),
         **loaded.files,
         of_common.path: replace(of_common, claims=(*of_common.claims, *claims)),
     }
@@ -302,26 +303,9 @@ def _compare_places(place: str, step: Any, args: Arguments) -> Iterator[_Pair]:
 
 
 def _compare_model(args: Arguments, whole: Mapping[tuple[str, str], Entry]) -> Iterator[_Pair]:
-    """Yield the sizes and the dtype of the embedding, and the number of layers."""
-    embedding = whole.get((PARAM, names.EMBEDDING))
-    found: dict[str, int] = {}
-    if embedding is not None and len(embedding.shape) > 1:
-        found = dict(zip(("padded_vocab_size", "hidden_size"), embedding.shape, strict=False))
-    values = args.values
-    stacks = {fqn.partition(".layers.")[0] for _, fqn in whole if ".layers." in fqn}
-    differ = arguments.is_hybrid(values) or arguments.has_own_configs(values)
-    if len(stacks) == 1 and not differ:  # T5's encoder and decoder may have other numbers of layers
-        numbers = {names.find_layer(fqn) for _, fqn in whole} - {None}
-        found |= {"num_layers": len(numbers)} if numbers else {}
-    for name, size in found.items():
-        value = values.get(name)
-        if type(value) is int:
-            yield name, str(size), "its list of tensors", str(value), _ARGS
-    given = [name for name in ("bf16", "fp16") if args.flag(name)]
-    if embedding is not None and len(given) == 1:
-        precision = {"bfloat16": "bf16", "float16": "fp16"}.get(embedding.dtype.name)
-        if precision is not None:
-            yield "precision", precision, "its list of tensors", given[0], _ARGS
+    """Yield what the arguments and the tensors state about the model."""
+    for what, found, value in compare_model(args, whole):
+        yield what, found, "its list of tensors", value, _ARGS
 
 
 def _compare_grids(root: Mapping[str, Any], args: Arguments) -> Iterator[_Pair]:

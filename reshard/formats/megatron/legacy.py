@@ -45,6 +45,7 @@ from reshard.formats.megatron.optimizers.forms import RankParam
 from reshard.formats.megatron.optimizers.frozen import Element, Sample, sample_tensor
 from reshard.formats.megatron.rank import RankFile, open_args, open_rank
 from reshard.formats.megatron.share import find_norm, list_experts
+from reshard.formats.megatron.stated import compare_groups, compare_model, compare_ranks
 from reshard.layouts.model_parallel.rules import Table
 from reshard.state_dict.tree import as_global
 from reshard.system.files import SourceFiles
@@ -105,7 +106,7 @@ def read(location: Location, table: Table) -> Manifest:
     if distributed and not flat and opened[min(opened)].root.get("optimizer"):
         missing = f"no rank has {directory.OPTIMIZER}"
         notes.append(f"{missing}: the checkpoint lacks the optimizer's state")
-    files = {**whole.files, **_add_claims(opened, args)}
+    files = {**whole.files, **_add_claims(opened, args, whole)}
     whole = replace(whole, files=files, warnings=tuple(notes))
     listed = ([order.spell(name, args) for name in chunk.params] for chunk in chunks)
     misplaced = next(filter(None, map(order.find_misplaced, listed)), None)
@@ -221,16 +222,39 @@ def _check_position(rank: GridPosition, file: RankFile, args: Arguments) -> None
         )
 
 
-def _add_claims(opened: Mapping[GridPosition, RankFile], args: Arguments) -> dict[str, SourceFile]:
-    """Return the files with the weights, with what each states about its rank."""
+def _add_claims(
+    opened: Mapping[GridPosition, RankFile], args: Arguments, whole: Manifest
+) -> dict[str, SourceFile]:
+    """Return the files with the weights, with what each states about its rank and the run."""
     claims = {rank: list(_claim_seeds(rank, file, args)) for rank, file in opened.items()}
-    for rank, claim in chain(_claim_contents(opened), _claim_stages(opened, args)):
+    of_model = _claim_shared(opened, whole)
+    for rank, claim in chain(_claim_contents(opened), _claim_stages(opened, args), of_model):
         claims[rank].append(claim)
     found = {}
     for rank, file in opened.items():
         source = file.files[0].source()
         found[source.path] = replace(source, claims=(*source.claims, *claims[rank]))
     return found
+
+
+def _claim_shared(
+    opened: Mapping[GridPosition, RankFile], whole: Manifest
+) -> Iterator[tuple[GridPosition, Claim]]:
+    """Yield the claims of the arguments about the model, and of each rank that states otherwise.
+
+    Of what all ranks state alike only the differences become claims. Those about the model come
+    last, because a file of another rank may be the cause.
+    """
+    (_, file), *others = opened.items()
+    for rank, other in others:
+        for what, usual, own in compare_ranks(other.root, file.root):
+            yield rank, Claim(what, own, "its root", usual)
+    optimizers = [None if f.is_layer_wise else f.root.get("optimizer") for f in opened.values()]
+    for number, (what, usual, own) in compare_groups(optimizers):
+        yield [*opened][number], Claim(what, own, "its optimizer", usual)
+    last = max(opened)
+    for what, found, own in compare_model(opened[last].args, whole.entries):
+        yield last, Claim(what, own, "its args", found)
 
 
 def _claim_contents(

@@ -19,6 +19,8 @@ from reshard.formats.deepspeed.experts.layout import find_expert_parallel_size, 
 from reshard.formats.deepspeed.schemas import OPTIMIZER
 from reshard.formats.deepspeed.stage0 import unwrap_optimizer
 from reshard.formats.deepspeed.states import ModelStates
+from reshard.formats.deepspeed.train_state import join_groups
+from reshard.state_dict.optimizers.hyper_parameters import read_hyper
 
 
 def leave_out_repeated(files: TagFiles) -> TagFiles:
@@ -60,6 +62,8 @@ def read(
     counts = count_experts(experts)
     for _, file in optimizers:
         _check_sizes(file, count, counts)
+    # Every rank has the groups of the whole model, each with its own experts.
+    join_groups({file.path: _list_settings(file) for _, file in optimizers})
     per_rank = {layer: total // count for layer, total in counts.items()}
     ranks: list[tuple[int, Manifest]] = []
     for rank, (number, file) in enumerate(optimizers):
@@ -114,6 +118,11 @@ def _open(path: Path) -> TorchFile:
 def _get_optimizer(file: TorchFile) -> dict[str, Any]:
     optimizer: dict[str, Any] = file.root.get("optimizer") or {}
     return optimizer
+
+
+def _list_settings(file: TorchFile) -> list[tuple[dict[str, Any], list[int]]]:
+    groups = unwrap_optimizer(_get_optimizer(file)).get("param_groups", [])
+    return [(read_hyper(group), []) for group in groups]
 
 
 def _with_global_names(

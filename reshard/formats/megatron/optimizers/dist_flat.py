@@ -30,6 +30,7 @@ from reshard.formats.megatron.optimizers.frozen import (
     transpose_elements,
 )
 from reshard.formats.megatron.share import list_experts
+from reshard.formats.megatron.stated import compare_groups
 from reshard.layouts.model_parallel.rules import Table
 from reshard.layouts.partition import Member
 from reshard.state_dict.global_tensor import GlobalTensor
@@ -44,22 +45,34 @@ _UNPADDED = "per_bucket_numel_unpadded"
 _GROUP = re.compile(r"optimizer\.distributed\.dp_group_idx_(\d{1,9})\.(\w+)")
 
 
-def find_group_states(objects: Mapping[str, list[Any]], common: Any) -> list[Any]:
+def find_group_states(objects: Mapping[str, list[Any]], common: Any, path: str) -> list[Any]:
     """Return the state of each optimizer, as its first model-parallel group saved it.
 
     Args:
         common: the states that all groups share; a chain may have some of both kinds.
+
+    Raises:
+        CorruptError: the param groups of two model-parallel groups have different settings.
     """
-    states: dict[int, dict[str, Any]] = {}
-    # Any group will do, because all ranks have the same param groups (``_get_param_groups``).
+    states: dict[int, dict[str, dict[str, Any]]] = {}
     # Sorting makes the choice independent of the order in the file.
     for key in sorted(objects):
         chain = CHAIN.fullmatch(key)
         match = _GROUP.fullmatch(chain[2]) if chain else None
         if chain and match and match[2] in ("optimizer", "grad_scaler"):
-            states.setdefault(int(chain[1] or 0), {}).setdefault(match[2], objects[key][0])
+            of_groups = states.setdefault(int(chain[1] or 0), {})
+            of_groups.setdefault(match[1], {}).setdefault(match[2], objects[key][0])
+    for of_groups in states.values():
+        for number, (what, usual, own) in compare_groups([*of_groups.values()]):
+            raise CorruptError(
+                path,
+                f"states that {what} is {own} in the model-parallel group"
+                f" {[*of_groups][number]}, but {usual} in others",
+                MIXED,
+            )
+    first = {number: next(iter(of_groups.values())) for number, of_groups in states.items()}
     shared = dict(enumerate(forms.list_states(common))) if common is not None else {}
-    known = {**shared, **states}
+    known = {**shared, **first}
     return [known[number] for number in sorted(known)]
 
 

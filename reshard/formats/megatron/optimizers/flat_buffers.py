@@ -119,6 +119,11 @@ def _read_buffers(
         if not stored:
             continue
         masters = next((stored[slot] for slot in MASTERS if slot in stored), [])
+        numel, counted = state.get("numel_unpadded"), sum(c.box.volume for _, c in masters)
+        if type(numel) is int and masters and numel != counted:
+            raise CorruptError(
+                path, f"flat buffer {number} has {counted} elements, but states {numel}", MIXED
+            )
         own = leave_out_frozen(members, size, [masters], sample) or members
         result.frozen += [param.fqn for param in members if param not in own]
         for slot, pieces in stored.items():

@@ -87,7 +87,7 @@ def _divide_among(
     The experts have a Muon of their own unless layers are distributed over ranks
     (``core/optimizer/muon.py``).
     """
-    stored = list(map(_list_groups, states))
+    stored = list(map(list_groups, states))
     every = list(chain(*stored))
     count = sum(groups.updates_matrices(own, every) for own in stored)
     if not count:
@@ -100,7 +100,7 @@ def _divide_among(
     ]
 
 
-def _list_groups(state: Any) -> list[dict[str, Any]]:
+def list_groups(state: Any) -> list[dict[str, Any]]:
     """Return the param groups of one optimizer's state, whatever is stored there."""
     inner = state.get("optimizer", state) if isinstance(state, dict) else None
     stored = inner.get("param_groups") if isinstance(inner, dict) else None
