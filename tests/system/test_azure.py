@@ -6,13 +6,19 @@ tried by hand (docs/remote.md).
 
 from __future__ import annotations
 
+import hashlib
 from types import SimpleNamespace
 
 import pytest
+import torch
 from fsspec.asyn import get_loop
+from fsspec.implementations.memory import MemoryFileSystem
+from safetensors.torch import load_file, save
 
+import reshard
 from reshard.engine.output import publish
-from reshard.errors import ReshardError
+from reshard.errors import CorruptError, ReshardError
+from reshard.system.remote import store
 
 
 class Blob:
@@ -94,3 +100,60 @@ def test_a_copy_under_way_is_waited_for_with_growing_waits(copied):
 def test_a_copy_that_fails_is_an_error_that_names_the_blob(copied, end):
     with pytest.raises(ReshardError, match=f"az://box/dcp/x.*could not be copied.*{end}"):
         copied("pending", end)
+
+
+class Container(MemoryFileSystem):
+    """Blobs that state an ETag, which no read takes as its condition, as in adlfs 2026.8."""
+
+    protocol = ("az",)
+    store: dict = {}  # noqa: RUF012 - fsspec's own is one of the class, too
+    pseudo_dirs = [""]  # noqa: RUF012
+    replaced_after = None
+
+    def info(self, path, **kwargs):
+        found = dict(super().info(path, **kwargs))
+        found.pop("created", None)
+        if found["type"] == "file":
+            data = self.store[found["name"]].getvalue()
+            found["etag"] = hashlib.md5(data, usedforsecurity=False).hexdigest()
+        return found
+
+    def ls(self, path, detail=True, **kwargs):  # noqa: FBT002 - as fsspec's
+        names = super().ls(path, detail=False, **kwargs)
+        return [self.info(name) for name in names] if detail else names
+
+    def cat_file(self, path, start=None, end=None, **kwargs):
+        left, body = self.replaced_after or (None, b"")
+        if left == 0:
+            self.pipe_file(path, body)
+        if left is not None:
+            type(self).replaced_after = left - 1, body
+        return super().cat_file(path, start, end, **kwargs)
+
+
+@pytest.mark.parametrize("after", [1, 3])
+def test_a_blob_that_is_replaced_between_two_reads_is_an_error(monkeypatch, tmp_path, after):
+    bodies = [
+        save({f"w{n}": torch.full((1 << 18,), value + n) for n in range(6)}) for value in (1.0, 2.0)
+    ]
+    files = Container(skip_instance_cache=True)
+    monkeypatch.setattr(store, "_filesystem", lambda _scheme: files)
+    store.get_store.cache_clear()
+    try:
+        files.pipe_file("az://box/run.safetensors", bodies[0])
+        Container.replaced_after = after, bodies[1]
+        with pytest.raises(CorruptError, match="was modified or replaced while it was read"):
+            reshard.merge(
+                "az://box/run.safetensors",
+                tmp_path / "out.safetensors",
+                workers=1,
+                max_memory_bytes=2 << 20,
+            )
+        assert Container.replaced_after[0] < 0, "it was not replaced"
+        assert not (tmp_path / "out.safetensors").exists()
+        store.get_store("az").forget()
+        reshard.merge("az://box/run.safetensors", tmp_path / "out.safetensors")
+        assert load_file(tmp_path / "out.safetensors")["w5"][0] == 7.0
+    finally:
+        Container.replaced_after = None
+        store.get_store.cache_clear()

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import asyncio
 from types import SimpleNamespace
+from urllib.parse import parse_qs, urlsplit
 
 import pytest
+import torch
+from safetensors.torch import load_file, save_file
 
 import reshard
 from reshard.engine.move import receipts
-from reshard.errors import ExistsError, ReshardError, UsageError
+from reshard.errors import CorruptError, ExistsError, ReshardError, UsageError
 from reshard.system.remote import store
 from tests.support.object_stores import CUT, DROP, EXAMPLE, Proxy, contents
 from tests.support.ports import find_free_port
@@ -107,3 +110,40 @@ def test_a_refusal_is_said_at_once_and_leaves_nothing(files, proxy):
 def test_there_must_be_a_bucket(files):
     with pytest.raises(UsageError, match="no bucket gs://nowhere"):
         reshard.merge(EXAMPLE, "gs://nowhere/model.safetensors")
+
+
+@pytest.mark.parametrize("answers", [True, False], ids=["condition", "end"])
+@pytest.mark.parametrize("after", [1, 3])
+def test_an_object_that_is_replaced_between_two_reads_is_an_error(
+    files, proxy, tmp_path, after, answers
+):
+    """By Google's answer to the condition of a read; the emulator ignores it, then by the end."""
+    bodies = [tmp_path / "first", tmp_path / "second"]
+    for path, value in zip(bodies, (1.0, 2.0), strict=True):
+        save_file({f"w{n}": torch.full((1 << 15,), value + n) for n in range(6)}, path)
+    name = "bucket/out/replaced.safetensors"
+    files.put_file(str(bodies[0]), name)
+    wanted = []
+
+    def replace(method, path, _number):
+        query = parse_qs(urlsplit(path).query)
+        if method != "GET" or query.get("alt") != ["media"]:
+            return None
+        (generation,) = query["ifGenerationMatch"]
+        wanted.append(generation)
+        if len(wanted) == after + 1:
+            files.put_file(str(bodies[1]), name)
+        return 412 if answers and len(wanted) > after else None
+
+    proxy.fault = replace
+    with pytest.raises(CorruptError, match=f"gs://{name}: was modified or replaced while it was"):
+        reshard.merge(
+            f"gs://{name}", tmp_path / "out.safetensors", workers=1, max_memory_bytes=2 << 20
+        )
+    assert len(wanted) > after
+    assert len(set(wanted)) == 1
+    assert not (tmp_path / "out.safetensors").exists()
+    proxy.reset()
+    store.get_store("gs").forget()
+    reshard.merge(f"gs://{name}", tmp_path / "out.safetensors")
+    assert load_file(tmp_path / "out.safetensors")["w5"][0] == 7.0

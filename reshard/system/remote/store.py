@@ -157,7 +157,10 @@ async def _read_google(files: Any, name: str, start: int, stop: int, generation:
     """Read a range of an object, if its generation is still the same."""
     condition = f"&ifGenerationMatch={generation}" if generation else ""
     span = {"Range": f"bytes={start}-{stop - 1}"}
-    _, data = await files._call("GET", files.url(name) + condition, headers=span)  # noqa: SLF001 - as gcsfs's `cat_file`
+    try:
+        _, data = await files._call("GET", files.url(name) + condition, headers=span)  # noqa: SLF001 - as gcsfs's `cat_file`
+    except FileExistsError as error:  # gcsfs says so of every condition that is not met
+        raise ChangedObjectError("the object was replaced") from error
     return bytes(data)
 
 
