@@ -16,6 +16,7 @@ from reshard.options import Options, option
 StateDictType = Literal["full", "local", "sharded", "unsharded"]
 FsdpVersion = Literal[1, 2]
 CkptFormat = Literal["torch", "torch_dist"]
+OptimSharding = Literal["fully_reshardable", "dp_reshardable"]
 Adam = Literal["fused", "torch"]
 TransformerImpl = Literal["local", "transformer_engine"]
 ExtraState = Literal["keep", "drop"]
@@ -105,6 +106,11 @@ class TargetOptions(Options):
     )
     distributed_optimizer: bool | None = _megatron(
         None, "Whether the new run uses it.", unset=_AS_SOURCE
+    )
+    optim_sharding: OptimSharding | None = _megatron(
+        None,
+        "Form of the distributed optimizer in torch_dist: for any grid, or for any --dp.",
+        unset="fully_reshardable; flat ranges for cores up to 0.14",
     )
     adam: Adam | None = _megatron(
         None,

@@ -177,6 +177,53 @@ def test_megatron_continues_like_the_source(megatron_case, went_on, route):
     assert found["later"] == pytest.approx(source["later"], abs=near)
 
 
+BUCKETED = [
+    Route("gpt2_buckets_pp2dp2", Grid(pp=2, dp=2)),
+    Route("gpt2_vpp_distopt", Grid(pp=2, vpp=2, dp=1), form="torch_dist"),
+    Route("llama_distopt_tp2dp2", Grid(tp=2, dp=1), form="torch_dist_fully_reshardable"),
+    Route("llama_tp4", Grid(dp=2), options={"distributed_optimizer": True}),
+    Route("mixtral_distopt_ep2dp4", Grid(dp=4, ep=2)),
+]
+
+
+def test_megatron_loads_the_buckets_of_dp_reshardable(megatron_case, tmp_path):
+    """What is written for one data-parallel size is loaded at another one."""
+    cases = {}
+    for route in BUCKETED:
+        made = tmp_path / f"{route}.made"
+        sizes = {"tp": route.grid.tp, "pp": route.grid.pp, "ep": route.grid.ep}
+        forms = {"ckpt_format": "torch_dist", "optim_sharding": "dp_reshardable"}
+        options = {**sizes, **forms, "vpp": route.grid.vpp or 1, **route.options}
+        reshard.split(
+            megatron_case(route.case) / route.form,
+            made,
+            to="megatron",
+            dp=2 * route.grid.ep,
+            **options,
+        )
+        cases[str(route)] = loading(
+            route.case, made, "torch_dist", grid=route.grid, distributed=True
+        )
+    load_all(tmp_path, cases)
+    for route in BUCKETED:
+        source, found = (
+            read_expected(megatron_case(route.case)),
+            read_expected(tmp_path / str(route)),
+        )
+        words = source["vocabulary"]
+        for name, slots in source["optimizer"].items():
+            is_padded = name in ("embedding.word_embeddings.weight", "output_layer.weight")
+            rows = words if is_padded else None
+            for slot in slots.keys() & found["optimizer"][name].keys():
+                mine = found["optimizer"][name][slot]
+                assert torch.equal(mine[:rows], slots[slot][:rows]), (str(route), name, slot)
+        assert found["optimizer"].keys() == source["optimizer"].keys()
+        if route.is_the_same:
+            assert found["later"] == source["later"]
+        elif has_same_steps(route):
+            assert found["later"] == pytest.approx(source["later"], abs=HALF)
+
+
 def test_a_state_with_hugging_face_names_continues_in_megatron(megatron_case, tmp_path):
     source = megatron_case("llama")
     reshard.merge(source / "torch", tmp_path / "model")

@@ -104,6 +104,21 @@ class CopiedTensor:
 
 
 @dataclass(frozen=True, slots=True)
+class PiecedTensor:
+    """A tensor whose blocks are laid out by the caller, each as an item of one file.
+
+    Args:
+        pieces: each block, and the elements that it stores.
+        number: that of the file, among as many as there are shards.
+    """
+
+    dtype: DType
+    shape: Index
+    pieces: tuple[tuple[Box, Storage], ...]
+    number: int = 0
+
+
+@dataclass(frozen=True, slots=True)
 class StoredObject:
     """An object that is stored as one item; its tensors are `Slot`."""
 
@@ -155,6 +170,8 @@ def lay_out_leaves(
             about.leaves[key] = files.add_tensor(value)
         elif isinstance(value, CopiedTensor):
             about.leaves[key] = files.add_copies(value)
+        elif isinstance(value, PiecedTensor):
+            about.leaves[key] = files.add_pieces(value)
         elif isinstance(value, Entry):
             about.leaves[key] = files.add_copy(value)
         else:
@@ -350,9 +367,22 @@ class _DataFiles:
         file.at = start + item.nbytes
         return _PlacedObject(file, start, item.nbytes)
 
-    def add_object(self, value: Any) -> _PlacedObject:
-        """Add a pickled object."""
-        file = self._files[0]
+    def add_pieces(self, value: PiecedTensor) -> _PlacedTensor:
+        """Add the blocks of a tensor, all to one file."""
+        slots = [Slot(storage, box.shape) for box, storage in value.pieces]
+        placed = [self.add_object(slot, value.number) for slot in slots]
+        return _PlacedTensor(
+            value.dtype,
+            value.shape,
+            [each.file for each in placed],
+            [box for box, _ in value.pieces],
+            [each.start for each in placed],
+            [each.nbytes for each in placed],
+        )
+
+    def add_object(self, value: Any, number: int = 0) -> _PlacedObject:
+        """Add a pickled object, or a tensor, to one of the files."""
+        file = self._files[number % len(self._files)]
         item, entries = _StoredItem.lay_out(value)
         start = file.add(item)
         for entry in entries:

@@ -134,7 +134,8 @@ class Megatron(Writer):
             "stage_layers",
             "make_vocab_size_divisible_by",
         ),
-        *("ckpt_format", "distributed_optimizer", "adam", "transformer_impl", "extra_state"),
+        *("ckpt_format", "distributed_optimizer", "optim_sharding", "adam"),
+        *("transformer_impl", "extra_state"),
     )
     random_states = "own"
     has_fixed_names = True
@@ -180,6 +181,7 @@ class Megatron(Writer):
             stage_layers=stage_layers,
             mtp_at=mtp_at,
             distributed=distributed,
+            sharding=options.optim_sharding,
             adam=options.adam,
             impl=options.transformer_impl or ("local" if is_local else "transformer_engine"),
             keeps_names=source.origin.format == NAME and options.transformer_impl is None,

@@ -9,6 +9,7 @@ written_states
             extra states and random states of ranks, on the new grid
 chain       the states of one optimizer, or of a chain of several
 launch      the command line that starts Megatron-LM with the model
+flat        the buffers of a distributed optimizer, and its form dp_reshardable
 legacy      a folder for each rank (``--ckpt-format torch``)
 dist        one DCP directory for all grids (``--ckpt-format torch_dist``)
 """
@@ -85,13 +86,22 @@ def _write_notes(choice: Resolved) -> list[str]:
 
 
 def _describe_core(choice: Resolved) -> Iterator[str]:
-    """Yield a note on the cores that load the written optimizer, if it is in an older form.
+    """Yield a note on what loads the written optimizer, unless every grid of new cores does.
 
     Source: 0.13.1, 0.14.0, 0.15.3 and 0.16.1 ``core/optimizer/distrib_optimizer.py``
     (``sharded_state_dict``), ``core/dist_checkpointing/mapping.py``.
     """
-    from reshard.formats.megatron.write import dist
+    from reshard.formats.megatron.write import dist, flat
 
+    if choice.wanted.sharding == flat.FORM and not choice.wanted.weights_only:
+        size = choice.args.get("ddp_bucket_size") or "its default"
+        overlaps = choice.args.get("overlap_grad_reduce") is True
+        buckets = f"with --overlap-grad-reduce and --ddp-bucket-size {size}"
+        yield (
+            f"the distributed optimizer is in {flat.FORM}: Megatron loads it on this grid of"
+            " --tp, --pp, --vpp and --ep, at any number of data-parallel ranks,"
+            f" {buckets if overlaps else 'without --overlap-grad-reduce'}"
+        )
     if choice.wanted.form == "torch_dist" and dist.writes_ranges(choice):
         yield (
             f"the distributed optimizer is in {dist.RANGES}, as in the source, which Megatron-core"

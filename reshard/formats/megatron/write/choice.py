@@ -21,7 +21,7 @@ from reshard.formats.megatron.write import groups, scheduler
 from reshard.formats.megatron.write.groups import Groups
 from reshard.formats.megatron.write.ranks import HEAD, KnownWeight, WeightLocations, find_rules
 from reshard.formats.megatron.write.written_states import WrittenStates
-from reshard.formats.target_options import Adam, CkptFormat, TransformerImpl
+from reshard.formats.target_options import Adam, CkptFormat, OptimSharding, TransformerImpl
 from reshard.layouts.model_parallel.architecture import Architecture, Described
 from reshard.layouts.model_parallel.rules import Table
 from reshard.layouts.model_parallel.sizes import Sizes
@@ -63,6 +63,7 @@ class MegatronOptions:
     stage_layers: tuple[int, ...] | None = None
     mtp_at: int | None = None
     distributed: bool = False
+    sharding: OptimSharding | None = None
     adam: Adam | None = None
     impl: TransformerImpl = "transformer_engine"
     keeps_names: bool = False
@@ -222,6 +223,12 @@ def resolve(state: WritableState, wanted: MegatronOptions, described: Described)
             f"is more than --tp {wanted.sizes.tensor}: Megatron then saves several ranks to"
             " one file of --ckpt-format torch, over each other",
             "write --ckpt-format torch_dist",
+        )
+    if wanted.sharding is not None and not (wanted.form == "torch_dist" and wanted.distributed):
+        raise UsageError(
+            f"--optim-sharding {wanted.sharding}",
+            "is a form of the distributed optimizer in torch_dist",
+            "add --ckpt-format torch_dist --distributed-optimizer, or leave it out",
         )
     if wanted.sizes.expert > 1 and not experts:
         raise UsageError(f"expert parallel size {wanted.sizes.expert}", "the model has no experts")

@@ -3,7 +3,8 @@
 Layers are stacked along a first dim, experts along a second; Megatron cuts when it loads. Layers
 that differ are not stacked but numbered. The segments of a fused parameter are tensors of their
 own. The optimizer is in a form that every grid loads: of the distributed one
-``fully_reshardable``, or flat ranges if the source has them (Megatron-core up to 0.15).
+``fully_reshardable``, or flat ranges if the source has them (Megatron-core up to 0.15). On request
+it is ``dp_reshardable`` (see `flat`), which the same grid loads at any data-parallel size.
 
 Source: Megatron-LM core_v0.16.1 ``core/transformer/transformer_block.py`` and
 ``core/transformer/moe/experts.py`` (``sharded_state_dict``), ``core/ssm/mamba_mixer.py`` and
@@ -36,11 +37,10 @@ from reshard.formats.megatron.arguments import is_hybrid, numbers_layers
 from reshard.formats.megatron.optimizers.dist_flat import CHAIN
 from reshard.formats.megatron.rank_states import RNG
 from reshard.formats.megatron.train import SHARDING, STATE_SHARDING
-from reshard.formats.megatron.write import chain
+from reshard.formats.megatron.write import chain, flat
 from reshard.formats.megatron.write.choice import Resolved
 from reshard.formats.megatron.write.groups import MegatronGroup, find_common_count
 from reshard.formats.megatron.write.ranks import KnownWeight
-from reshard.formats.megatron.write.written_states import KIND
 from reshard.layouts.model_parallel import moves
 from reshard.state_dict.torch_state_dict import Value
 
@@ -55,7 +55,8 @@ _INPUT = re.compile(r"\.self_attention\.(?:linear_qkv|linear_kv_up_proj)$")
 _RENAMED = re.compile(r"\.(?:input|pre_mlp)_layernorm\.")
 _AVOIDS_PREFIX = "chained_optim_avoid_prefix"
 RANGES = "fully_sharded_model_space"
-_SINCE_015 = ("dp_reshardable", "fully_reshardable")
+_SINCE_015 = (flat.FORM, "fully_reshardable")
+_STACKED = "stacked "  # before the key of a tensor that holds several of the source's
 _METADATA = {
     "sharded_backend": "torch_dist",
     "sharded_backend_version": 1,
@@ -69,9 +70,11 @@ def lay_out_files(choice: Resolved, directory: str, shards: int) -> Iterator[Ske
     stacks = _Stacks(choice)
     for known in choice.weights:
         stacks.add("", known, *choice.stored(known.weight))
-    if not choice.wanted.weights_only:
+    in_buckets = _name_sharding(choice) == flat.FORM and not choice.wanted.weights_only
+    if not choice.wanted.weights_only and not in_buckets:
         _add_optimizer(choice, stacks)
     root: dict[str, Any] = dict(stacks.list_values())
+    root.update(flat.lay_out_buckets(choice) if in_buckets else ())
     extra_states = dict.fromkeys(stacks.list_extra_states())
     extra_states.update(choice.wanted.rank_states.select_for_dist([*extra_states]))
     root.update((key, dcp.StoredObject([value])) for key, value in extra_states.items())
@@ -92,12 +95,16 @@ def writes_ranges(choice: Resolved) -> bool:
     metadata = choice.state.manifest.train.opaque.get("content_metadata")
     saved = metadata.get(SHARDING) if isinstance(metadata, Mapping) else None
     has_segments = any(known.found.rule.segments for known in choice.weights)
+    if choice.wanted.sharding is not None:
+        return False
     is_old = saved == RANGES or (choice.groups.before_016 and saved not in _SINCE_015)
     return choice.wanted.distributed and is_old and not has_segments
 
 
 def _name_sharding(choice: Resolved) -> str:
-    return RANGES if writes_ranges(choice) else "fully_reshardable"
+    if not choice.wanted.distributed:
+        return ""
+    return RANGES if writes_ranges(choice) else choice.wanted.sharding or "fully_reshardable"
 
 
 def _lay_out_random(choice: Resolved) -> Iterator[tuple[str, dcp.StoredObject]]:
@@ -250,7 +257,7 @@ class _Stacks:
         """Yield each stack as one tensor."""
         for key, stack in self._stacks.items():
             shape = stack.compute_stored_shape()
-            entry = Entry(key, stack.kind, stack.dtype, shape, ())
+            entry = Entry(f"{_STACKED}{key}", stack.kind, stack.dtype, shape, ())
             yield key, Value(stack.dtype, shape, entry, divided=True)
 
     def describe_ranges(self) -> dict[str, Any]:
@@ -319,11 +326,11 @@ class _Stacks:
         entries: dict[Key, Entry] = {}
         chunks: dict[Key, list[Chunk]] = {}
         for stacked in skeleton.entries:
-            if stacked.kind == KIND:
-                entries[stacked.key] = replace(stacked, chunks=())
-                chunks[stacked.key] = list(stacked.chunks)
+            if not stacked.fqn.startswith(_STACKED):
+                entries.setdefault(stacked.key, replace(stacked, chunks=()))
+                chunks.setdefault(stacked.key, []).extend(stacked.chunks)
                 continue
-            stack = self._stacks[stacked.fqn]
+            stack = self._stacks[stacked.fqn.removeprefix(_STACKED)]
             restored = [block for chunk in stacked.chunks for block in stack.restore(chunk)]
             for position, entry in stack.members.items():
                 own = restored
@@ -388,7 +395,7 @@ def _make_common(choice: Resolved) -> dict[str, Any]:
     metadata: dict[str, Any] = {"singleton_local_shards": False, _AVOIDS_PREFIX: avoids}
     if wanted.distributed:
         metadata[SHARDING] = _name_sharding(choice)
-        if not writes_ranges(choice):
+        if metadata[SHARDING] not in (RANGES, flat.FORM):
             metadata["distrib_optim_fully_reshardable_mem_efficient"] = False
     # Megatron requires random states and an optimizer of the directory unless these are set.
     args = {
@@ -412,9 +419,11 @@ def _make_common(choice: Resolved) -> dict[str, Any]:
 def _make_optimizers(choice: Resolved) -> dict[Any, Any]:
     fqns = [known.weight.fqn for known in choice.weights]
     chained = chain.make_states(choice, lambda groups: (_make_optimizer(choice, groups), {}), fqns)
-    if choice.wanted.distributed:
-        sharding = _name_sharding(choice)
-        chained = [{**state, STATE_SHARDING: sharding} for state in chained]
+    sharding = _name_sharding(choice)
+    if sharding:
+        # In dp_reshardable each model-parallel group has the state itself.
+        own = [{} if sharding == flat.FORM else state for state in chained]
+        chained = [{**state, STATE_SHARDING: sharding} for state in own]
     return chained[0] if len(chained) == 1 else dict(enumerate(chained))
 
 

@@ -14,17 +14,16 @@ from typing import Any
 
 from reshard.containers import skeletons, torch_writer
 from reshard.containers.pickles.objects import NAMESPACE
-from reshard.containers.pickles.values import Call, Global
+from reshard.containers.pickles.values import Call
 from reshard.containers.torch_writer import Part, Slot, Storage
 from reshard.core.dtypes import FLOAT32
-from reshard.core.manifest import Entry, Skeleton
+from reshard.core.manifest import Skeleton
 from reshard.errors import UnsupportedError
-from reshard.formats.megatron import arguments, names, order
 from reshard.formats.megatron import directory as directories
-from reshard.formats.megatron.optimizers.buckets import Param, concatenate, make_buckets
+from reshard.formats.megatron import names, order
+from reshard.formats.megatron.optimizers.buckets import concatenate
 from reshard.formats.megatron.rank_states import RNG
-from reshard.formats.megatron.write import chain
-from reshard.formats.megatron.write.args import REDUCES_IN_FP32
+from reshard.formats.megatron.write import chain, flat
 from reshard.formats.megatron.write.choice import Resolved
 from reshard.formats.megatron.write.groups import MegatronGroup
 from reshard.formats.megatron.write.ranks import LocalWeight, WriterRank, list_ranks
@@ -69,7 +68,6 @@ class _LegacyRank:
     def __init__(self, choice: Resolved, rank: WriterRank) -> None:
         self._choice = choice
         self._rank = rank
-        self._arguments = arguments.Arguments("", choice.args)
         self._chunks = [
             choice.places.list_chunk_weights(rank, chunk)
             for chunk in range(choice.wanted.sizes.virtual)
@@ -209,57 +207,33 @@ class _LegacyRank:
 
     def build_distributed(self) -> Any:
         """Return the contents of ``distrib_optim.pt``: the flat tensors of every buffer."""
-        trained = self._list_trained()
-        experts = self._choice.groups.experts
-        members = [
-            [local for local in trained if (local.known.weight.fqn in experts) == of_experts]
-            for of_experts in (False, True)
-        ]
-        buffers = [self._build_buffers(own) if own else None for own in members]
-        if not buffers[1]:
-            return buffers[0]
+        dense, experts = (
+            flat.list_buffers(self._choice, self._rank, self._chunks, experts=experts)
+            for experts in (False, True)
+        )
+        if not experts:
+            return self._build_buffers(dense) if dense else None
         # Among ranks with the same dense layers, the first saves the buffers of these layers.
-        return [buffers[0] if self._rank.is_first else None, buffers[1]]
+        is_saved = dense and self._rank.is_first
+        return [self._build_buffers(dense) if is_saved else None, self._build_buffers(experts)]
 
-    def _build_buffers(self, trained: Sequence[LocalWeight]) -> dict[Any, Any]:
-        """Return a buffer for each model chunk and dtype.
+    def _build_buffers(self, buffers: Sequence[flat.Buffer]) -> dict[Any, Any]:
+        """Return each buffer under its number, by its dtypes."""
+        # A buffer is one tensor, not a list.
+        state: dict[Any, Any] = {"buckets_coalesced": True}
+        numbered = {n: {each.key: self._build_buffer(each)} for n, each in enumerate(buffers)}
+        return state | numbered
 
-        The key of a buffer is the dtypes of its parameters and of their gradients (core_v0.16.1
-        ``distributed_data_parallel.py``, ``_allocate_buffers_for_parameters``).
-        """
-        state: dict[Any, Any] = {"buckets_coalesced": True}  # a buffer is one tensor, not a list
-        selected = set(map(id, trained))
-        for number, chunk in enumerate(self._chunks):
-            mine = [local for local in chunk if id(local) in selected]
-            for dtype in dict.fromkeys(
-                self._choice.stored(local.known.weight)[1] for local in mine
-            ):
-                same_dtype = [
-                    local for local in mine if self._choice.stored(local.known.weight)[1] == dtype
-                ]
-                gradients = FLOAT32 if self._arguments.flag(REDUCES_IN_FP32) else dtype
-                key = tuple(Global(f"torch.{each.name}") for each in (dtype, gradients))
-                # Buffers are numbered from 0, and ``buckets_coalesced`` is the first key.
-                state[len(state) - 1] = {key: self._build_buffer(same_dtype, number)}
-        return state
-
-    def _build_buffer(self, weights: Sequence[LocalWeight], chunk: int) -> dict[str, Any]:
+    def _build_buffer(self, buffer: flat.Buffer) -> dict[str, Any]:
         """Return one buffer: its buckets end to end, without the padding at their ends."""
-        size = self._arguments.get_bucket_size(stage=self._rank.stage, chunk=chunk)
-        params = [Param(local.name, local.shape, alone=local.shared) for local in weights]
-        members, numel = concatenate(make_buckets(params, size))
+        members, numel = concatenate(buffer.buckets)
         starts = {member.fqn: member.start for member in members}
         tensors: dict[str, Any] = {}
-        for key in ("param", "exp_avg", "exp_avg_sq"):
+        for slot in flat.SLOTS:
             parts: list[Part] = []
-            for local in reversed(weights):  # the order of a buffer (see `buckets`)
-                entry = self._find_entry(local, key)
+            for local in buffer.weights:
+                entry = flat.find_entry(self._choice, local, slot)
                 if entry is not None:
                     parts += local.parts(entry, starts[local.name])
-            tensors[key] = Slot(Storage(FLOAT32, numel, tuple(parts)), (numel,))
+            tensors[slot] = Slot(Storage(FLOAT32, numel, tuple(parts)), (numel,))
         return {**tensors, "numel_unpadded": numel}
-
-    def _find_entry(self, local: LocalWeight, key: str) -> Entry | None:
-        if key == "param":
-            return local.known.weight.value
-        return self._choice.groups.members[local.known.weight.fqn].slots.get(key)
