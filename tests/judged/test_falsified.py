@@ -12,6 +12,7 @@ import reshard
 from reshard import formats
 from reshard.checks.identity import check_identity
 from reshard.errors import ReshardError
+from reshard.formats.megatron.optimizers import dist_flat
 from tests.judged import falsified
 from tests.judged.mutations import list_sources
 
@@ -31,6 +32,20 @@ def test_values_that_ranks_repeat_are_compared(made, torch_made, libraries, mega
     assert counts[falsified.REFUSED] + counts[falsified.REPORTED] > 4
     bad = {falsified.SILENT, falsified.FALSE_ALARM}
     assert [path for path, outcome in found if outcome in bad] == []
+
+
+def test_settings_that_differ_between_groups_of_ranks_are_refused():
+    """In torch_dist each model-parallel group has the param groups of its optimizer."""
+    objects = {
+        f"optimizer.distributed.dp_group_idx_{number}.optimizer": [
+            {"param_groups": [{"wd_mult": 1.0, "lr": 0.1}, {"wd_mult": 0.0, "lr": rate}]}
+        ]
+        for number, rate in enumerate((0.1, 0.1, 0.2))
+    }
+    with pytest.raises(ReshardError, match=r"lr of a param group is 0\.2 .* group 2, but 0\.1"):
+        dist_flat.find_group_states(objects, None, "run")
+    objects.popitem()
+    assert len(dist_flat.find_group_states(objects, None, "run")) == 1
 
 
 def without_first(mappings):

@@ -11,8 +11,8 @@ import torch
 from reshard import formats
 from reshard.checks.identity import check_identity
 from reshard.errors import ReshardError
-from reshard.formats.megatron.optimizers import dist_flat
 from tests.judged import falsified
+from tests.judged.mutations import list_sources
 
 ARGUMENTS = {  # of Megatron, that its tensors show too; the value that is not true
     "llama_tp2pp2": {
@@ -49,15 +49,22 @@ def test_arguments_that_contradict_the_tensors_are_refused(megatron_case, tmp_pa
             check_identity(formats.read(run))
 
 
-def test_settings_that_differ_between_groups_of_ranks_are_refused():
-    """In torch_dist each model-parallel group has the param groups of its optimizer."""
-    objects = {
-        f"optimizer.distributed.dp_group_idx_{number}.optimizer": [
-            {"param_groups": [{"wd_mult": 1.0, "lr": 0.1}, {"wd_mult": 0.0, "lr": rate}]}
-        ]
-        for number, rate in enumerate((0.1, 0.1, 0.2))
-    }
-    with pytest.raises(ReshardError, match=r"lr of a param group is 0\.2 .* group 2, but 0\.1"):
-        dist_flat.find_group_states(objects, None, "run")
-    objects.popitem()
-    assert len(dist_flat.find_group_states(objects, None, "run")) == 1
+@pytest.mark.parametrize(
+    ("case", "file", "text"),
+    [
+        ("fsdp1_full_orig", "optim.pt", "'odd', which no param group lists, and one lists 'oddx'"),
+        ("plain_named", "checkpoint.pt", "parameter 0, which no param group lists"),
+    ],
+)
+def test_a_state_that_no_param_group_lists_is_refused(torch_made, tmp_path, case, file, text):
+    """Of several groups; the state of a single one is added to it."""
+    path = next(shutil.copytree(torch_made / case / "ckpt", tmp_path / "ckpt").rglob(file))
+    state = falsified.load(path)
+    groups = state.get("optimizer", state)["param_groups"]
+    assert len(groups) > 1
+    members = groups[0]["params"]
+    members[0] = falsified.falsify(members[0])
+    torch.save(state, path)
+    told = next(e for e in list_sources(torch_made.parent) if e.name == f"torch {case}").told
+    with pytest.raises(ReshardError, match=text):
+        formats.read(tmp_path / "ckpt", **told)

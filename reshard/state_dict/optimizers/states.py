@@ -165,7 +165,7 @@ def read(value: Any, known: KnownParameters, pool: SourceFiles) -> ParsedOptimiz
     State whose parameter is unknown is left out with a note; it is never guessed.
 
     Raises:
-        CorruptError: slots that contradict one another.
+        CorruptError: slots or param groups that contradict one another.
     """
     state, groups = _normalize(value)
     # A flattened state dict has a group for each parameter, even if the optimizer had only one.
@@ -181,6 +181,7 @@ def read(value: Any, known: KnownParameters, pool: SourceFiles) -> ParsedOptimiz
         parsed.groups += [ParamGroup(read_hyper(group, pool), ()) for group in groups]
         return parsed
     keys = _list_keys(state, groups)
+    _refuse_unlisted(state, keys, known)
     if all(isinstance(key, str) and not key.isdecimal() for key in [*keys, *state]):
         owned = _add_states(
             parsed, state, {key: key for key in [*keys, *state]}, WholeLayout(known), pool
@@ -210,6 +211,33 @@ def read(value: Any, known: KnownParameters, pool: SourceFiles) -> ParsedOptimiz
             " they are in no param group"
         )
     return parsed
+
+
+def _refuse_unlisted(
+    state: Mapping[Any, Slots], keys: Sequence[Any], known: KnownParameters
+) -> None:
+    """Refuse the state of a parameter that no param group lists, as no optimizer has it.
+
+    torch numbers the members of the groups, so that each number with a state is one of them. Of
+    names DCP keeps one pipeline stage's list; there a group also has to list a name that no weight
+    has.
+
+    Raises:
+        CorruptError: there is one.
+    """
+    listed = set(keys)
+    lost = [key for key in state if key not in listed]
+    strange = [key for key in listed if isinstance(key, str) and key not in known.shapes]
+    wrong = [key for key in lost if isinstance(key, int) or (strange and key in known.shapes)]
+    if not wrong:
+        return
+    tensors = map(as_global, state[wrong[0]].values())
+    chunks = (chunk for tensor in tensors if tensor is not None for chunk in tensor.chunks)
+    file = next((chunk.file for chunk in chunks), "the optimizer")
+    others = f", and one lists {shown(min(strange))}, which is no weight" if strange else ""
+    raise CorruptError(
+        file, f"has the state of parameter {wrong[0]!r}, which no param group lists{others}", MIXED
+    )
 
 
 def join(values: Iterable[Mapping[str, Any]], pool: SourceFiles) -> dict[str, Any]:
