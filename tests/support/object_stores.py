@@ -16,6 +16,7 @@ from reshard.system.remote import attempts, store
 
 EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "llama-zero3-4ranks"
 DROP, CUT, SLOW = "drop", "cut", "slow"  # or the status to answer with: 500, 503, 403
+_SLOW_DOWN = b"<Error><Code>SlowDown</Code><Message>Reduce your request rate.</Message></Error>"
 Fault = Callable[[str, str, int], "str | int | None"]  # method, path, number of the request
 
 
@@ -66,9 +67,11 @@ class _Handler(BaseHTTPRequestHandler):
         if fault == SLOW:
             time.sleep(0.05)
         if isinstance(fault, int):
+            body = _SLOW_DOWN if fault == 503 and self.command != "HEAD" else b""
             self.send_response(fault)
-            self.send_header("Content-Length", "0")
+            self.send_header("Content-Length", str(len(body)))
             self.end_headers()
+            self.wfile.write(body)
             return
         behind = http.client.HTTPConnection("127.0.0.1", self.server.behind)
         headers = {k: v for k, v in self.headers.items() if k.lower() != "transfer-encoding"}

@@ -40,6 +40,16 @@ def test_without_a_network_every_attempt_is_made(count, library):
     assert "check the network" in str(raised)
 
 
+def test_a_busy_store_is_asked_again_for_a_limited_time(count, monkeypatch):
+    error = OSError("SlowDown")
+    error.response = SimpleNamespace(status_code=503)
+    times = iter(range(0, 1000, 10))
+    monkeypatch.setattr(attempts.time, "monotonic", lambda: next(times))
+    made, raised = count(error)
+    assert made > attempts.PATIENCE / 20 + attempts.ATTEMPTS - 2  # two looks at the clock for each
+    assert f"after {made} attempts" in str(raised)
+
+
 def test_a_gated_repository_asks_for_credentials_at_once(count):
     error = OSError("gated")
     error.response = SimpleNamespace(status_code=403)

@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 import reshard
 from reshard.engine.output import uploads
 from reshard.errors import CorruptError, ExistsError, IncompleteError, ReshardError, UsageError
-from reshard.system.remote import attempts
+from reshard.system.remote import attempts, reading, store
 from tests.support import object_stores
 from tests.support.directories import read_files
 from tests.support.object_stores import EXAMPLE, bucket, calm, contents, started  # noqa: F401
@@ -57,6 +57,47 @@ def test_blocks_of_all_ranks_are_fetched_at_a_time(files, proxy):
     reshard.inspect("s3://bucket/blocks/dcp")
     assert max(most) >= 4  # of 8 files, each of which has some hundred small blocks
     assert len(most) <= 2 * 8
+
+
+def test_each_folder_is_listed_once_before_the_headers_are_read(files, proxy, tmp_path):
+    reshard.merge("s3://bucket/run", tmp_path / "out")
+    paths = [path for _, path in proxy.seen]
+    before = proxy.seen[: next(number for number, path in enumerate(paths) if ".pt" in path)]
+    assert [method for method, _ in before if method != "GET"] == []
+    assert len(before) <= 4  # the run, its tag, its pointer to the tag
+    assert all(method == "GET" for method, _ in proxy.seen)
+    listed = [path for path in paths if "list-type" in path]
+    assert len(listed) <= len(set(listed)) + 1  # at the end, the files that were read once more
+
+
+def test_many_ranges_are_in_flight_at_once(files, proxy):
+    lock, waiting, most = threading.Lock(), [0], [0]
+
+    def count(_method, _path, _number):
+        with lock:
+            waiting[0] += 1
+            most[0] = max(waiting[0], most[0])
+        time.sleep(0.5)
+        with lock:
+            waiting[0] -= 1
+
+    name = next(each for each in files.find("bucket/run") if each.endswith("model_states.pt"))
+    file = reading.RemoteFile(f"s3://{name}")
+    proxy.fault = count
+    data = file.fetch_all([(start, 16) for start in range(0, 1024, 16)])
+    assert b"".join(data) == files.cat_file(name)[:1024]
+    assert most[0] >= 32
+
+
+def test_a_store_that_is_busy_is_asked_again_until_it_answers(files, proxy, tmp_path, monkeypatch):
+    monkeypatch.setattr(attempts, "ATTEMPTS", 1)
+    reshard.merge("s3://bucket/run", tmp_path / "calm")
+    store.get_store("s3").forget()
+    calm_at = time.monotonic() + 4
+    proxy.fault = lambda *_: 503 if time.monotonic() < calm_at else None
+    reshard.merge("s3://bucket/run", tmp_path / "busy")
+    assert time.monotonic() > calm_at
+    assert read_files(tmp_path / "busy") == read_files(tmp_path / "calm")
 
 
 def test_a_checkpoint_is_written_to_a_store(files, whole, monkeypatch):
@@ -107,12 +148,15 @@ def test_a_large_file_is_sent_in_parts_and_a_lost_part_again(files, proxy, tmp_p
     monkeypatch.setattr(uploads, "_PART", 5 << 20)
     source = tmp_path / "model.safetensors"
     save_file({f"w{n}": torch.randn(1024, 1024) for n in range(4)}, source)  # 16 MiB
-    lost = []
+    lost, barrier = [], threading.Barrier(4)
 
     def fault(method, path, _number):
-        if method == "PUT" and "partNumber=2" in path and not lost:
-            lost.append(path)
-            return object_stores.DROP
+        if method == "PUT" and "partNumber=" in path and not barrier.broken:
+            barrier.wait(timeout=60)  # until all parts are in flight
+            if "partNumber=2" in path:
+                barrier.abort()
+                lost.append(path)
+                return object_stores.DROP
         return None
 
     proxy.fault = fault

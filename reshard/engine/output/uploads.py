@@ -15,16 +15,18 @@ from reshard.core.manifest import OutputFile
 from reshard.engine.output.files import OutputFiles, check_read_back
 from reshard.errors import ReshardError, ResourceError
 from reshard.system.remote.attempts import attempt
+from reshard.system.remote.parts import upload_in_parts
 from reshard.system.remote.path import RemotePath
 from reshard.system.remote.reading import RemoteFile
-from reshard.system.remote.store import find_version
+from reshard.system.remote.store import S3_SCHEMES, find_version
 from reshard.system.threads import ThreadGroup
 
-_PART = 16 << 20  # bytes of one part of an upload
+_PART = 8 << 20  # bytes of one part of an upload
 _MOST_PARTS = 9_000  # S3 accepts 10,000
 _STEP = 1 << 20  # bytes; Google accepts only parts of a multiple of 256 KiB
 _PARTS_AT_ONCE = 4
-_READ_BACK = 4 << 20  # bytes at a time
+_READ_BACK = 4 << 20  # bytes of one request
+_READ_BACK_AT_ONCE = 8
 _FILES_AT_ONCE = 8
 
 
@@ -121,8 +123,9 @@ def upload(file_path: Path, destination: RemotePath, stop: threading.Event) -> N
     """
     store, url = destination.store, str(destination)
     nbytes = file_path.stat().st_size
+    part_nbytes = max(_PART, -(-nbytes // _MOST_PARTS // _STEP) * _STEP)
     options = {
-        "chunksize": max(_PART, -(-nbytes // _MOST_PARTS // _STEP) * _STEP),
+        "chunksize": part_nbytes,
         "max_concurrency": _PARTS_AT_ONCE,
         "callback": _build_stop_callback(stop, url),
     }
@@ -131,7 +134,11 @@ def upload(file_path: Path, destination: RemotePath, stop: threading.Event) -> N
     options = {name: value for name, value in options.items() if name in known}
 
     def send() -> None:
-        store.files.put_file(str(file_path), store.name_of(url), **options)
+        if store.scheme in S3_SCHEMES and nbytes > part_nbytes:
+            check = partial(_check_not_stopped, stop, url)
+            upload_in_parts(store, file_path, url, part_nbytes, check)
+        else:
+            store.files.put_file(str(file_path), store.name_of(url), **options)
         info = store.info(url)
         if info is None or info["size"] != nbytes:
             raise OSError(f"only {info['size'] if info else 0} of {nbytes} bytes were stored")
@@ -151,11 +158,14 @@ def check_uploaded(file_path: Path, remote_path: RemotePath, stop: threading.Eve
     info = remote_path.store.info(url)
     uploaded = RemoteFile(url, find_version(info) if info else None)
     with file_path.open("rb") as file:
-        for start in range(0, nbytes, _READ_BACK):
+        for first in range(0, nbytes, _READ_BACK * _READ_BACK_AT_ONCE):
             _check_not_stopped(stop, url)
-            piece = file.read(_READ_BACK)
-            stored = uploaded.fetch(start, len(piece))
-            check_read_back(url, start, piece, stored, "the store and the network")
+            stop_at = min(first + _READ_BACK * _READ_BACK_AT_ONCE, nbytes)
+            starts = range(first, stop_at, _READ_BACK)
+            ranges = [(start, min(_READ_BACK, stop_at - start)) for start in starts]
+            for (start, size), stored in zip(ranges, uploaded.fetch_all(ranges), strict=True):
+                piece = file.read(size)
+                check_read_back(url, start, piece, stored, "the store and the network")
 
 
 def _build_stop_callback(stop: threading.Event, url: str) -> Any:

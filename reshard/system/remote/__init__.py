@@ -7,5 +7,6 @@ path      a URL with the methods of `pathlib.Path`
 store     one object store: its fsspec filesystem and cached folder listings
 attempts  repetition of requests, and the errors if that does not help
 reading   ranged reads
+parts     uploads of files in parts
 objects   listing and removal of many objects
 """

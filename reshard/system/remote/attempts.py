@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
+import errno
 import random
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
+from itertools import count
 from typing import TypeVar
 
 from reshard.errors import IncompleteError, ReshardError, UsageError
@@ -16,6 +19,7 @@ T = TypeVar("T")
 ATTEMPTS = 6  # for one request
 FIRST_WAIT = 0.3  # seconds before the second attempt; each later wait is twice as long
 _LONGEST_WAIT = 10.0
+PATIENCE = 120.0  # seconds for which requests are repeated that the store answers with SlowDown
 _STEP = 0.1  # seconds between two looks for an interrupt
 _FEW_ATTEMPTS = {
     "gs": 2,
@@ -31,6 +35,7 @@ class ChangedObjectError(OSError):
 
 _FINAL = (IsADirectoryError, NotADirectoryError, ChangedObjectError)
 _REFUSED = (401, 403)
+_BUSY = (429, 503)
 PRECONDITION_FAILED = 412
 # Errors are recognized by names, so that no store's library has to be imported or installed.
 _LIBRARIES = frozenset(
@@ -47,6 +52,9 @@ CREDENTIALS = "provide credentials where the store's library finds them (environ
 def attempt(url: str, request: Callable[[], T], what: str = "cannot be reached") -> T:
     """Make a request, and repeat it where another attempt may succeed.
 
+    A store that is asked to do too much answers 503 (``SlowDown``) or 429 to some requests, or to
+    all for a while. These answers do not count as attempts until `PATIENCE` is over.
+
     Args:
         what: the problem to report if it fails.
 
@@ -56,7 +64,8 @@ def attempt(url: str, request: Callable[[], T], what: str = "cannot be reached")
         ReshardError: the request was refused, or every attempt failed.
     """
     most = min(ATTEMPTS, _FEW_ATTEMPTS.get(url.partition("://")[0], ATTEMPTS))
-    for number in range(most):
+    failed, patient_until = 0, 0.0
+    for repeated in count():
         signals.check()
         try:
             return request()
@@ -70,15 +79,34 @@ def attempt(url: str, request: Callable[[], T], what: str = "cannot be reached")
             if _is_final(error):
                 problem = f"{what}: {_describe(error)}"
                 raise ReshardError(url, problem, _suggest(error)) from _as_os_error(error)
-            if number == most - 1:
+            patient_until = patient_until or time.monotonic() + PATIENCE
+            failed += not (_is_busy(error) and time.monotonic() < patient_until)
+            if failed == most:
                 raise ReshardError(
                     url,
-                    f"{what} after {most} attempts: {_describe(error)}",
+                    f"{what} after {repeated + 1} attempts: {_describe(error)}",
                     "check the network and the store, then run the same command again",
                 ) from _as_os_error(error)
-            wait = min(FIRST_WAIT * 2**number, _LONGEST_WAIT)
-            _sleep(wait * random.uniform(0.5, 1))  # noqa: S311 - spread concurrent requests
+            _sleep(_choose_wait(repeated))
     raise AssertionError("unreachable")
+
+
+async def attempt_patiently(request: Callable[[], Awaitable[T]]) -> T:
+    """Make a request that is part of another one, and repeat it while the store is busy."""
+    patient_until = time.monotonic() + PATIENCE
+    for repeated in count():
+        try:
+            return await request()
+        except Exception as error:
+            if not _is_busy(error) or time.monotonic() > patient_until:
+                raise
+            await asyncio.sleep(_choose_wait(repeated))
+    raise AssertionError("unreachable")
+
+
+def _choose_wait(repeated: int) -> float:
+    """Return the seconds before the next attempt, which spread concurrent requests."""
+    return min(FIRST_WAIT * 2**repeated, _LONGEST_WAIT) * random.uniform(0.5, 1)  # noqa: S311
 
 
 def _sleep(seconds: float) -> None:
@@ -128,6 +156,11 @@ def _get_status(error: Exception) -> int | None:
     if status is None:  # huggingface_hub
         status = getattr(getattr(error, "response", None), "status_code", None)
     return int(str(status)) if str(status).isdigit() else None
+
+
+def _is_busy(error: Exception) -> bool:
+    """Return whether the store asks for fewer requests."""
+    return getattr(error, "errno", None) == errno.EBUSY or _get_status(error) in _BUSY  # s3fs
 
 
 def _is_final(error: Exception) -> bool:

@@ -76,7 +76,9 @@ class RemoteFile:
             return nbytes
         done = 0
         while done < nbytes:
-            index, start = divmod(byte_offset + done, _BLOCK)
+            # The last block also has the rest of the object, where archives have their directory.
+            index = min((byte_offset + done) // _BLOCK, max(0, self.nbytes // _BLOCK - 1))
+            start = byte_offset + done - index * _BLOCK
             piece = self._block(index)[start : start + nbytes - done]
             target[done : done + len(piece)] = piece
             done += len(piece)
@@ -88,8 +90,8 @@ class RemoteFile:
         data = _blocks.get(key)
         if data is None:
             start = index * _BLOCK
-            nbytes = min(_BLOCK, self.nbytes - start)
-            data = self.fetch(start, nbytes)
+            left = self.nbytes - start
+            data = self.fetch(start, left if left < 2 * _BLOCK else _BLOCK)
             _blocks.put(key, data)
         return data
 
@@ -100,8 +102,16 @@ class RemoteFile:
             CorruptError: the object was replaced.
             ReshardError: it cannot be read.
         """
-        ranges = [(self.url, byte_offset, nbytes)]
-        return _fetch_ranges(self._store, ranges, [self.version])[0]
+        return self.fetch_all([(byte_offset, nbytes)])[0]
+
+    def fetch_all(self, ranges: Sequence[tuple[int, int]]) -> list[bytes]:
+        """Return several ranges (offset, nbytes), which are fetched concurrently.
+
+        Raises:
+            CorruptError, ReshardError: as `fetch`.
+        """
+        places = [(self.url, offset, nbytes) for offset, nbytes in ranges]
+        return _fetch_ranges(self._store, places, [self.version] * len(places))
 
     def check(self) -> None:
         """Check that the store still has this version, unless each read has checked it.

@@ -23,14 +23,20 @@ from reshard.system.versions import FileVersion
 
 Info = dict[str, Any]
 
+_BUCKET_SLASHES = 2  # of the URL of a bucket
 _FRESH = 30.0  # seconds for which a cached listing is used
 # botocore repeats a request itself, so that one lost part does not repeat a whole upload.
+# After a 503, "adaptive" also sends fewer requests for a while.
+_REQUESTS_AT_ONCE = 128
 _S3 = {
-    "config_kwargs": {"retries": {"mode": "standard", "total_max_attempts": 3}},
+    "config_kwargs": {
+        "max_pool_connections": _REQUESTS_AT_ONCE,
+        "retries": {"mode": "adaptive", "total_max_attempts": 3},
+    },
+    "max_concurrency": 1,  # of the parts of a file that is read whole, for which s3fs asks its size
     "use_listings_cache": False,
 }
 _OPTIONS: dict[str, dict[str, Any]] = {"s3": _S3, "s3a": _S3}
-_READS_AT_ONCE = 128  # as fsspec's ``gather_batch_size``
 _TALKATIVE = ("gcsfs", "azure")
 _TAGS = ("ETag", "etag", "generation", "md5Hash", "blob_id")
 _TIMES = ("LastModified", "last_modified", "mtime", "updated", "created")
@@ -51,10 +57,11 @@ class Store:
 
     def list_children(self, url: str) -> dict[str, Info]:
         """Return the children of a folder by name; {} if it is not a folder."""
-        with self._lock:
-            when, children = self._listed.get(url, (0.0, {}))
-        if when and time.monotonic() - when < _FRESH:
+        children = self._get_listed(url)
+        if children is not None:
             return children
+        if not self._may_be_folder(url):
+            return {}
         name = self.name_of(url)
         try:
             # fsspec may have a listing of its own, which does not expire
@@ -71,6 +78,22 @@ class Store:
             self._listed[url] = time.monotonic(), children
         return children
 
+    def _get_listed(self, url: str) -> dict[str, Info] | None:
+        """Return the children of a folder if they were listed a moment ago."""
+        with self._lock:
+            when, children = self._listed.get(url, (0.0, {}))
+        return children if when and time.monotonic() - when < _FRESH else None
+
+    def _may_be_folder(self, url: str) -> bool:
+        """Return False if the listing of a folder above shows that there is no folder here."""
+        folder, _, name = url.rstrip("/").rpartition("/")
+        if folder.count("/") < _BUCKET_SLASHES:
+            return True
+        siblings = self._get_listed(folder)
+        if siblings is None:
+            return self._may_be_folder(folder)
+        return name in siblings and siblings[name]["type"] == "directory"
+
     def info(self, url: str) -> Info | None:
         """Return size and type of an object by a new request; None if it does not exist."""
         try:
@@ -80,15 +103,21 @@ class Store:
         return info
 
     def find(self, url: str) -> Info | None:
-        """Return size and type of an object from its folder's listing, unless that is a bucket."""
+        """Return size and type of an object from its folder's listing.
+
+        The user may not have the right to list a whole bucket, which can be long, too: what is
+        directly in it is listed itself.
+        """
         folder, _, name = url.rstrip("/").rpartition("/")
-        if folder.count("/") < 3:
-            return self.info(url)
-        return self.list_children(folder).get(name)
+        if folder.count("/") > _BUCKET_SLASHES or self._get_listed(folder) is not None:
+            return self.list_children(folder).get(name)
+        if self.list_children(url):
+            return {"name": self.name_of(url), "size": 0, "type": "directory"}
+        return self.info(url)
 
     def pins(self, version: FileVersion) -> bool:
         """Return whether a read of a version fails if the object was replaced."""
-        return self.scheme in _S3_SCHEMES and version.condition != ""
+        return self.scheme in S3_SCHEMES and version.condition != ""
 
     def read_ranges(
         self, ranges: Sequence[Range], versions: Sequence[FileVersion]
@@ -110,7 +139,7 @@ class Store:
 
         async def read_all() -> list[bytes | Exception]:
             conditions = [version.condition for version in versions]
-            limit = asyncio.Semaphore(_READS_AT_ONCE)
+            limit = asyncio.Semaphore(_REQUESTS_AT_ONCE)
 
             async def read_one(*arguments: Any) -> bytes:
                 async with limit:
@@ -164,8 +193,8 @@ async def _read_google(files: Any, name: str, start: int, stop: int, generation:
     return bytes(data)
 
 
-_S3_SCHEMES = ("s3", "s3a")
-_READS = {**dict.fromkeys(_S3_SCHEMES, _read_s3), "gs": _read_google, "gcs": _read_google}
+S3_SCHEMES = ("s3", "s3a")
+_READS = {**dict.fromkeys(S3_SCHEMES, _read_s3), "gs": _read_google, "gcs": _read_google}
 """URL scheme -> how to read a range of one version of an object."""
 
 
