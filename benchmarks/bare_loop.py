@@ -2,11 +2,11 @@
 
     python bare_loop.py SPANS.json OUTPUT [--threads N] [--shrink 2] [--checks] [--request 8388608]
 
-SPANS.json lists [file, byte offset, nbytes] in output order. ``--shrink 2`` writes half of every
-piece, as a cast from fp32 to bf16 does, without casting. ``--checks`` computes the CRC-32 of the
-bytes read, reads the output back and compares it, as a merge does. ``--request`` reads in the order
-of the files instead, in requests of this size that also cover small gaps: with 16 threads, this is
-the limit of a storage whose every request takes time.
+SPANS.json lists [file or s3:// URL, byte offset, nbytes] in output order. ``--shrink 2`` writes
+half of every piece, as a cast from fp32 to bf16 does, without casting. ``--checks`` computes the
+CRC-32 of the bytes read, reads the output back and compares it, as a merge does. ``--request``
+reads in the order of the files instead, in requests of this size that also cover small gaps: with
+16 threads, this is the limit of a storage whose every request takes time.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import json
 import mmap
 import os
 import threading
+from collections.abc import Callable, Iterable
 
 from isal.isal_zlib import crc32
 
@@ -50,6 +51,28 @@ def cut(spans: list[Span], piece: int, shrink: int) -> tuple[list[tuple[str, int
     return pieces, at
 
 
+def open_all(names: Iterable[str], threads: int) -> Callable[[str, memoryview, int], object]:
+    """Return a function that fills a buffer with the bytes of a file or object from an offset."""
+    urls = {name for name in names if name.startswith("s3://")}
+    files = {name: os.open(name, os.O_RDONLY) for name in names if name not in urls}
+    if not urls:
+        return lambda name, target, offset: os.preadv(files[name], [target], offset)
+    import boto3
+    from botocore.config import Config
+
+    client = boto3.client("s3", config=Config(max_pool_connections=threads))
+
+    def read(url: str, target: memoryview, offset: int) -> None:
+        bucket, _, key = url.removeprefix("s3://").partition("/")
+        span = f"bytes={offset}-{offset + len(target) - 1}"
+        body = client.get_object(Bucket=bucket, Key=key, Range=span)["Body"]
+        done = 0
+        while done < len(target):
+            done += body.readinto(target[done:])
+
+    return read
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("spans")
@@ -64,7 +87,7 @@ def main() -> None:
     # A checked piece stays in the cache until its last check.
     piece = args.request or (CHECKED_PIECE * args.shrink if args.checks else PIECE)
     pieces, nbytes = cut(join(spans) if args.request else spans, piece, args.shrink)
-    files = {name: os.open(name, os.O_RDONLY) for name in {span[0] for span in spans}}
+    read = open_all({span[0] for span in spans}, args.threads)
     target = os.open(args.output, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o666)
     os.ftruncate(target, nbytes)
 
@@ -72,7 +95,7 @@ def main() -> None:
         # not a bytearray, which is filled with zeros while the other threads wait for the GIL
         buffer, back = memoryview(mmap.mmap(-1, piece)), bytearray(CHECKED_PIECE)
         for name, offset, size, place in pieces[number :: args.threads]:
-            os.preadv(files[name], [buffer[:size]], offset)
+            read(name, buffer[:size], offset)
             written = buffer[: size // args.shrink]
             os.pwrite(target, written, place)
             if args.checks:

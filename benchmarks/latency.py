@@ -5,10 +5,11 @@
 
 Storages: ``shim``, a preloaded library that waits before each read of a source file, so that
 nothing is read ahead; ``fuse``, a file system that waits before each request, and that the kernel
-caches and reads ahead, as it does NFS and Lustre. Commands: ``merge``, reshard with default
+caches and reads ahead, as it does NFS and Lustre; ``s3``, a store that waits before each answer,
+and whose CPU time comes out of the same machine. Commands: ``merge``, reshard with default
 options; ``loop``, a bare loop that keeps 16 requests of 8 MiB in flight and writes as many bytes,
-which is the limit; ``cp``, ``cp -r`` of the whole checkpoint; ``inspect``, reshard's report. Real
-DeepSpeed and PyTorch write the checkpoints first. The ratio is to the loop.
+which is the limit; ``cp``, ``cp -r`` of the whole checkpoint, or s3fs's ``get``; ``inspect``,
+reshard's report. Real DeepSpeed and PyTorch write the checkpoints first. The ratio is to the loop.
 """
 
 from __future__ import annotations
@@ -24,11 +25,12 @@ from pathlib import Path
 from contest import HERE, PYTHON, Contender, measure
 from merge import needed_spans
 from sources import RANKS, SHAPES, Sources
-from storages import Counts, Mount, Shim, View
+from storages import Bucket, Counts, Mount, Shim, View
 
 REQUESTS = 16
 REQUEST_BYTES = 8 << 20
-STORAGES: dict[str, type[Shim | Mount]] = {"shim": Shim, "fuse": Mount}
+STORAGES: dict[str, type[Shim | Mount | Bucket]] = {"shim": Shim, "fuse": Mount, "s3": Bucket}
+COPY = "import sys, s3fs; s3fs.S3FileSystem().get(*sys.argv[1:], recursive=True)"
 SOURCES: dict[str, Callable[[Sources], Path]] = {
     "zero2": lambda made: made.zero(2),
     "zero3": lambda made: made.zero(3),
@@ -52,7 +54,11 @@ def contender(name: str, dtype: str, view: View, spans: Path) -> Contender:
             *("--dtype", dtype),
         ],
         "loop": lambda out: [*loop, f"{out}.raw", *depth],
-        "cp": lambda out: ["cp", "-r", source, str(out)],
+        "cp": lambda out: (
+            [PYTHON, "-c", COPY, source, str(out)]
+            if source.startswith("s3:")
+            else ["cp", "-r", source, str(out)]
+        ),
         "inspect": lambda _: [*reshard, "inspect", source],
     }
     return Contender(name, commands[name], view.variables)

@@ -49,10 +49,10 @@ def main() -> None:
     dist.init_process_group("gloo")
     grid = Grid(tp=TP, pp=PP, dp=dist.get_world_size() // (TP * PP))
     lay_grid(grid)
-    run = Run(Case("bench", "bench", grid, vocabulary=args.vocab, weights_only=True))
+    run = Run(Case("bench", "bench", grid, vocabulary=args.vocab))
     run.train(1)
     for form in ("torch", "torch_dist"):
-        save(run, args.directory / form, form)
+        save(run, args.directory / form, form, no_save_optim=True)
     dist.destroy_process_group()
 
 

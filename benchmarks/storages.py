@@ -109,3 +109,36 @@ class Mount:
         finally:
             subprocess.run(["umount", str(self._mount)], check=True)
             server.wait()
+
+
+class Bucket:
+    """An S3 store on this machine that waits before each answer."""
+
+    def __init__(self, place: Path) -> None:
+        self._root = place / "buckets"
+        self._root.mkdir()
+        self._port = place / "port"
+
+    @contextmanager
+    def serve(self, source: Path, seconds: float, counts: Counts) -> Iterator[View]:
+        """Serve the files beside ``source``, and return its URL and where the store is."""
+        (self._root / "bucket").unlink(missing_ok=True)
+        (self._root / "bucket").symlink_to(source.parent)
+        self._port.unlink(missing_ok=True)
+        command = [sys.executable, str(HERE / "slow_store.py"), str(self._root), str(self._port)]
+        server = subprocess.Popen([*command, str(seconds), str(counts.path)])
+        while not (self._port.exists() and self._port.read_text()):
+            if server.poll() is not None:
+                raise SystemExit("the S3 store could not be started")
+            time.sleep(0.05)
+        variables = {
+            "AWS_ENDPOINT_URL": f"http://127.0.0.1:{self._port.read_text()}",
+            "AWS_ACCESS_KEY_ID": "any",
+            "AWS_SECRET_ACCESS_KEY": "any",
+            "AWS_DEFAULT_REGION": "us-east-1",
+        }
+        try:
+            yield View(f"s3://bucket/{source.name}", variables)
+        finally:
+            server.terminate()
+            server.wait()

@@ -32,10 +32,11 @@ from tests.judges.megatron_models import COMMON, DTYPES, SEED
 from tests.judges.megatron_run import DECAY, LR, Run
 
 
-def save(run: Run, place: Path, form: str) -> None:
+def save(run: Run, place: Path, form: str, *, no_save_optim: bool = False) -> None:
     """Do what ``save_checkpoint`` does; every rank must call it."""
     args = namespace(run.case, "torch" if form == "torch" else "torch_dist")
     args.consumed_train_samples = run.step * SAMPLES
+    args.no_save_optim = no_save_optim or None
     base = place / f"iter_{run.step:07d}"
     base.mkdir(parents=True, exist_ok=True)
     if form == "torch":
@@ -71,7 +72,7 @@ def load(run: Run, place: Path, form: str) -> None:
 def _save_legacy(run: Run, args: Namespace, base: Path) -> None:
     place = find_rank_directory(base)
     place.mkdir(exist_ok=True)
-    if run.case.distributed:
+    if run.case.distributed and not args.no_save_optim:
         run.optimizer.save_parameter_state(str(place / "distrib_optim.pt"))
     # Before core_v0.18.0 only ranks of the second kind: fewer files if TP exceeds EP x ETP.
     if mpu.get_data_parallel_rank() == 0 or mpu.get_expert_data_parallel_rank() == 0:
@@ -123,12 +124,13 @@ def _state(
             if metadata is None
             else model.sharded_state_dict(metadata=metadata)
         )
-    state["optimizer"] = (
-        run.optimizer.state_dict()
-        if metadata is None
-        else run.optimizer.sharded_state_dict(state, is_loading=is_loading, metadata=metadata)
-    )
-    state["opt_param_scheduler"] = run.scheduler.state_dict()
+    if args is None or not args.no_save_optim:
+        state["optimizer"] = (
+            run.optimizer.state_dict()
+            if metadata is None
+            else run.optimizer.sharded_state_dict(state, is_loading=is_loading, metadata=metadata)
+        )
+        state["opt_param_scheduler"] = run.scheduler.state_dict()
     if not is_loading or run.case.rng:
         state["rng_state"] = random_states(sharded=metadata is not None)
     state["num_floating_point_operations_so_far"] = 0
