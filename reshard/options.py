@@ -10,9 +10,9 @@ from __future__ import annotations
 
 import types
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import Field, dataclass, field, fields, replace
+from dataclasses import Field, dataclass, field, fields
 from pathlib import Path
-from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
+from typing import Any, Literal, NamedTuple, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from reshard import units
 from reshard.errors import UsageError
@@ -32,8 +32,7 @@ _TYPE_NAMES = {
 _known: dict[type[Any], tuple[Option, ...]] = {}
 
 
-@dataclass(frozen=True, slots=True)
-class Declaration:
+class Declaration(NamedTuple):
     """What a field states about its option, besides its name, type and default.
 
     Args:
@@ -95,7 +94,7 @@ def repeat_option(kind: type[Any], name: str, **changed: Any) -> Any:
         changed: what differs, as in `Declaration`.
     """
     declaring = next(each for each in fields(kind) if each.name == name)
-    declaration = replace(declaring.metadata[_KEY], **changed)
+    declaration = declaring.metadata[_KEY]._replace(**changed)
     return field(default=declaring.default, metadata={_KEY: declaration})
 
 
@@ -104,8 +103,7 @@ def nested_options(kind: type) -> Any:
     return field(default_factory=kind, metadata={_NESTED: kind})
 
 
-@dataclass(frozen=True, slots=True)
-class Option:
+class Option(NamedTuple):
     """One option of a command.
 
     Args:
@@ -213,7 +211,7 @@ def _options_of_field(declaring: Field[Any], hint: Any) -> Iterator[Option]:
     inner = declaring.metadata.get(_NESTED)
     if inner is not None:
         for each in options_of(inner):
-            yield replace(each, within=declaring.name)
+            yield each._replace(within=declaring.name)
     declared = declaring.metadata.get(_KEY)
     if declared is None:
         return

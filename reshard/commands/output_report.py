@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 from reshard import units
 from reshard.checks.identity import Identity
@@ -19,8 +19,7 @@ if TYPE_CHECKING:
     from reshard.commands.forecast import Forecast
 
 
-@dataclass(frozen=True, slots=True)
-class WriteResult:
+class WriteResult(NamedTuple):
     """The result of writing an output.
 
     Args:

@@ -10,10 +10,9 @@ from __future__ import annotations
 import json
 import struct
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
 from math import prod
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from reshard.core import dtypes
 from reshard.core.box import MAX_DIMS, Index, whole
@@ -28,8 +27,7 @@ _MAX_HEADER = 100_000_000  # bytes; the format's own limit
 _RANK = {dtype: index for index, dtype in enumerate(dtypes.ALL)}
 
 
-@dataclass(frozen=True, slots=True)
-class SafetensorsFile:
+class SafetensorsFile(NamedTuple):
     """The header of one file: a chunk for each tensor, and the metadata strings."""
 
     source: SourceFile

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from operator import itemgetter, sub
-from typing import Protocol, overload
+from typing import NamedTuple, Protocol, overload
 
 from reshard.core.box import Box, Index, flat_span, row_major
 from reshard.core.dtypes import DType
@@ -78,8 +78,7 @@ flat run that contains the part, the part's box (None if the part is the whole r
 """
 
 
-@dataclass(frozen=True, slots=True)
-class Regular:
+class Regular(NamedTuple):
     """Parts that follow from their positions, shared by all tensors with the same `file_table`.
 
     The part at a position begins at element ``position * step`` and, in its file, ``skipped`` bytes

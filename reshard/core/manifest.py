@@ -92,8 +92,7 @@ class Record:
     name: str
 
 
-@dataclass(frozen=True, slots=True)
-class Claim:
+class Claim(NamedTuple):
     """What a file states about the save that it belongs to.
 
     Args:
@@ -206,8 +205,7 @@ class TrainState:
         return replace(self, param_groups=tuple(groups))
 
 
-@dataclass(frozen=True, slots=True)
-class Quantisation:
+class Quantisation(NamedTuple):
     """How the weights of a Hugging Face model are quantised, as its config.json states.
 
     Args:
@@ -266,8 +264,7 @@ class Origin:
         return f"{self.format} {self.detail}".rstrip()
 
 
-@dataclass(frozen=True, slots=True)
-class UnnamedOptimizer:
+class UnnamedOptimizer(NamedTuple):
     """Why the states of an optimizer cannot be assigned to parameters.
 
     Args:

@@ -14,8 +14,7 @@ reshard.errors.CorruptError: x.pt: param_groups[0] has the key 1, expected a str
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from reshard.core.box import as_index
 from reshard.errors import CorruptError, shown
@@ -24,8 +23,7 @@ Fault = tuple[str, str]  # where within the value, and what is wrong there
 _REMEDY = "it was altered, or written by a version that reshard does not support"
 
 
-@dataclass(frozen=True, slots=True)
-class Kind:
+class Kind(NamedTuple):
     """A kind of value.
 
     Args:

@@ -11,7 +11,7 @@ import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 from reshard.core.counts import MOST
 from reshard.core.manifest import Claim
@@ -50,8 +50,7 @@ class Stamp:
         return asdict(self)
 
 
-@dataclass(frozen=True, slots=True)
-class Save:
+class Save(NamedTuple):
     """One save that is to be written: what the stamps of its files have in common."""
 
     save_id: str

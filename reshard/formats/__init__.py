@@ -40,14 +40,14 @@ from reshard.errors import (
 from reshard.formats import placeholders, registry, run, unclear, unread
 from reshard.formats.base import ReadHints
 from reshard.formats.pytorch.directory import find_whole
-from reshard.formats.pytorch.ranks import naming_lost_files
-from reshard.model import ModelShapes
+from reshard.formats.pytorch.lost_files import naming_lost_files
 from reshard.system.files import LFS_HEAD, SourceFiles, find_version, refuse_lfs_pointer
 from reshard.system.paths import as_path, is_remote
 from reshard.training.completeness import check_state
 from reshard.units import some
 
 if TYPE_CHECKING:
+    from reshard.model import ModelShapes
     from reshard.system.remote.path import RemotePath
 
 __all__ = ["PLAIN_SUFFIXES", "Paths", "as_paths", "open_alone", "read", "read_outputs"]

@@ -7,23 +7,21 @@ import re
 from dataclasses import replace
 from itertools import count, takewhile
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from reshard.containers import torch_reader
 from reshard.containers.json_files import read_json_object
 from reshard.containers.pickles import trust
-from reshard.containers.pickles.objects import SCHEDULER
 from reshard.containers.torch_detect import is_torch_file
 from reshard.core.location import Location, note_outside
 from reshard.core.manifest import Manifest, TrainState
 from reshard.errors import CorruptError, UnsupportedError, UsageError
-from reshard.model import ModelHint, ModelShapes
-from reshard.state_dict import tree
-from reshard.state_dict.plain_values import to_plain
 from reshard.system.paths import as_path
 from reshard.training import copied_files, trainer_run
-from reshard.training.batch import BATCH, BATCH_BEFORE, STEPS, WORLD
-from reshard.training.companion_files import CONFIG_FOLDERS, is_model_config
+from reshard.training.companion_files import BATCH_BEFORE, CONFIG_FOLDERS, is_model_config
+
+if TYPE_CHECKING:
+    from reshard.containers.torch_objects import TorchFile
+    from reshard.model import ModelHint, ModelShapes
 
 _RANDOM = re.compile(r"(?:rng_state|random_states)(?:_(\d+))?\.(?:pth|pkl)")
 _EPOCH = re.compile(r"epoch_\d+")
@@ -50,8 +48,8 @@ def add_companions(manifest: Manifest, location: Location) -> Manifest:
         }
         if not trainer and not paths:
             continue
-        opened = {kind: torch_reader.read(path) for kind, path in paths.items()}
-        values = {kind: to_plain(tree.convert_file(file)) for kind, file in opened.items()}
+        opened = {kind: _open(path) for kind, path in paths.items()}
+        values = {kind: _convert(file) for kind, file in opened.items()}
         train = manifest.train
         unknown = trust.list_unknown(set().union(*(file.globals for file in opened.values())))
         extended = replace(
@@ -71,6 +69,19 @@ def add_companions(manifest: Manifest, location: Location) -> Manifest:
         number = int(engine[1] or 0) if engine else 0
         return choose_scheduler(add_kept_files(extended, near), number, models)
     return manifest
+
+
+def _open(path: str | Path) -> TorchFile:
+    from reshard.containers import torch_reader  # which most checkpoints need for no file beside
+
+    return torch_reader.read(path)
+
+
+def _convert(file: TorchFile) -> Any:
+    from reshard.state_dict import tree
+    from reshard.state_dict.plain_values import to_plain
+
+    return to_plain(tree.convert_file(file))
 
 
 def is_read(name: str, train: TrainState) -> bool:
@@ -95,9 +106,11 @@ def choose_scheduler(manifest: Manifest, number: int, models: int) -> Manifest:
     name = f"scheduler_{number}.bin" if number else "scheduler.bin"
     if models < 2 or len(files) != models or name not in files:
         return manifest
-    file, stems = torch_reader.read(as_path(files[name])), {Path(each).stem for each in files}
+    file, stems = _open(as_path(files[name])), {Path(each).stem for each in files}
     objects = {key: value for key, value in train.objects.items() if key not in stems}
     if number:
+        from reshard.containers.pickles.objects import SCHEDULER
+
         own = train.objects.get(Path(name).stem)
         objects = {key: value for key, value in objects.items() if key != SCHEDULER}
         objects |= {} if own is None else {SCHEDULER: own}
@@ -106,7 +119,7 @@ def choose_scheduler(manifest: Manifest, number: int, models: int) -> Manifest:
         manifest,
         train=replace(
             train,
-            scheduler=to_plain(tree.convert_file(file)),
+            scheduler=_convert(file),
             client={key: value for key, value in train.client.items() if key not in stems},
             objects=objects,
             kept_files={**others, "scheduler.bin": files[name]},
@@ -135,7 +148,7 @@ def describe_recipe(location: Location) -> list[str]:
 def add_kept_files(manifest: Manifest, location: Location) -> Manifest:
     """Add the files that only their framework understands; their values become client state."""
     files = copied_files.find(location)
-    opened = {name: torch_reader.read(path) for name, path in files.items()}
+    opened = {name: _open(path) for name, path in files.items()}
     shown = {
         Path(name).stem: file
         for name, file in opened.items()
@@ -143,7 +156,7 @@ def add_kept_files(manifest: Manifest, location: Location) -> Manifest:
     }
     unknown = trust.list_unknown(set().union(*(file.globals for file in opened.values())))
     train = manifest.train
-    values = {stem: to_plain(tree.convert_file(file)) for stem, file in shown.items()}
+    values = {stem: _convert(file) for stem, file in shown.items()}
     return replace(
         manifest,
         train=replace(
@@ -173,6 +186,8 @@ def find_model(location: Location, wrap: str | None) -> ModelHint | None:
     Beside an adapter this is the config of its base model, if that is in a directory of this
     machine.
     """
+    from reshard.model import ModelHint
+
     for folder in (".", *(CONFIG_FOLDERS if not location.chosen else ())):
         config = location.find_nested(f"{folder}/config.json")
         # The config is needed only if the files are ambiguous, so reading goes on without a broken
@@ -226,6 +241,8 @@ def describe_trained_model(location: Location, given: str | None) -> ModelShapes
         state = read_trainer_state(near)
         if state and not trainer_run.is_document(state):
             if given:
+                from reshard.model import ModelHint
+
                 return ModelHint(given).shapes()
             hint = find_model(near, None)
             # transformers may not have the class, or the code of the model.
@@ -245,6 +262,8 @@ def read_batch_before(location: Location) -> dict[str, dict[str, int]]:
     path = location.files.get(BATCH_BEFORE)
     if path is None:
         return {}
+    from reshard.training.batch import BATCH, STEPS, WORLD
+
     numbers = read_json_object(path)
     if numbers.keys() - {STEPS} != {BATCH, WORLD} or any(
         type(n) is not int or n < 1 for n in numbers.values()

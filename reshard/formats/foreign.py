@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import re
 from collections.abc import Callable
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from reshard.containers.json_files import read_json_object
 from reshard.core.location import Location
@@ -24,8 +24,7 @@ _PADDLE = re.compile(r"master_weights(-\d+-of-\d+)?\.safetensors")
 _TO_TORCH = "load it with the library, and save it with torch.save"
 
 
-@dataclass(frozen=True, slots=True)
-class _Library:
+class _Library(NamedTuple):
     """A library, and how to know its checkpoints.
 
     Args:

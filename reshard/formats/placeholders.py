@@ -9,12 +9,15 @@ from __future__ import annotations
 import re
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 from reshard.core.location import Location, get_directory
 from reshard.core.manifest import WEIGHT_KINDS, Entry, Manifest
 from reshard.errors import IncompleteError, UnsupportedError, UsageError
-from reshard.model import ModelHint
 from reshard.units import counted, some
+
+if TYPE_CHECKING:
+    from reshard.model import ModelHint
 
 _NUMBER = re.compile(r"\d+")
 _ALWAYS_FILLED = re.compile(r"(.*\.)?(weight|bias)")  # of every module of torch's own

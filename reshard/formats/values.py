@@ -51,7 +51,7 @@ def dequantise(manifest: Manifest) -> tuple[Manifest, list[str]]:
             origin=replace(manifest.origin, precision=str(stated.dtype)),
             entries=index_entries(entries),
             trained_dtypes={entry.fqn: entry.dtype for entry in entries},
-            quantisation=replace(stated, decoded=True),
+            quantisation=stated._replace(decoded=True),
         ),
         notes if pairs else [],
     )

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from itertools import accumulate
 from math import prod
+from typing import NamedTuple
 
 from reshard.core.box import Box, Index, flat_span, row_major, run_boxes
 from reshard.core.chunks import Chunk
@@ -35,8 +35,7 @@ def compute_equal_piece(numel: int, ranks: int, rank: int) -> tuple[int, int]:
     return min(rank * step, numel), min((rank + 1) * step, numel)
 
 
-@dataclass(frozen=True, slots=True)
-class Member:
+class Member(NamedTuple):
     """The position of a tensor in a flat tensor, in elements."""
 
     fqn: str
@@ -79,8 +78,7 @@ def build_flat_chunks(
     return chunks
 
 
-@dataclass(frozen=True, slots=True)
-class Cut:
+class Cut(NamedTuple):
     """A tensor dim that a mesh axis cuts into pieces of ``ceil(extent / size)``.
 
     ``split_factor`` above 1: later axes with that many ranks in total cut the dim before this axis

@@ -19,8 +19,7 @@ weight_decay   which parameters HF Trainer's optimizer decays
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from reshard.errors import UnsupportedError
 from reshard.model import library
@@ -34,8 +33,7 @@ if TYPE_CHECKING:
 __all__ = ["ModelHint", "ModelShapes", "Unit", "describe", "describe_config", "shapes_of"]
 
 
-@dataclass(frozen=True, slots=True)
-class ModelHint:
+class ModelHint(NamedTuple):
     """The user's description of a model: ``--model`` and ``--wrap``.
 
     Args:

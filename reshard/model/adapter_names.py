@@ -8,8 +8,7 @@ not. Source of both forms: PEFT 0.21 ``utils/save_and_load.py`` (get_peft_model_
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from reshard.units import counted, some
 
@@ -70,8 +69,7 @@ _SHARED_LAYER = "base_model"
 EMBEDDINGS = ("embed_tokens", "lm_head")  # utils/constants.py
 
 
-@dataclass(frozen=True, slots=True)
-class AdapterPart:
+class AdapterPart(NamedTuple):
     """A tensor of an adapter.
 
     Args:

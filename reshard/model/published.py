@@ -13,8 +13,8 @@ from __future__ import annotations
 import re
 import sys
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Literal
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from reshard.core.box import Index
 from reshard.core.manifest import Manifest
@@ -32,20 +32,10 @@ if TYPE_CHECKING:
 Form = Literal["memory", "published"]
 
 FORMS: tuple[Form, ...] = ("memory", "published")
-_OF_TORCH = re.compile(r"pytorch_model(-\d+-of-\d+)?\.bin")  # of transformers before 5
 _MTP = "mtp"
 
 
-def may_be_published(manifest: Manifest) -> bool:
-    """Return whether the files are of the kinds in which models are published."""
-    names = (path.rpartition("/")[-1] for path in manifest.files)
-    return manifest.origin.weights_only or (
-        not manifest.has_optimizer and all(map(_OF_TORCH.fullmatch, names))
-    )
-
-
-@dataclass(frozen=True, slots=True)
-class Published:
+class Published(NamedTuple):
     """The published form of a model.
 
     Args:

@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from reshard.errors import UnsupportedError, UsageError
 
@@ -23,8 +22,7 @@ OWN_LAYERS = "_no_split_modules"
 _WRITE = f"write LlamaDecoderLayer[,OtherClass], size=100M, none or {OWN_LAYERS}"
 
 
-@dataclass(frozen=True, slots=True)
-class Policy:
+class Policy(NamedTuple):
     """The classes to wrap, or else the least number of parameters; neither: the root only."""
 
     classes: tuple[str, ...] = ()

@@ -8,8 +8,6 @@ config      the model's family and traits, from a config of transformers
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from reshard.core.manifest import Manifest
 from reshard.errors import UsageError
 from reshard.naming.options import ModelNames, NameOptions, Naming
@@ -26,7 +24,7 @@ __all__ = [
 
 def prefer_source(options: NameOptions) -> NameOptions:
     """Return the options with the source's own names, unless the user chose other names."""
-    return replace(options, names=options.names or "source")
+    return options._replace(names=options.names or "source")
 
 
 def choose_names(

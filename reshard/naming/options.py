@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from reshard.core.manifest import Manifest
 
@@ -26,8 +25,7 @@ def _no_spelling(_manifest: Manifest) -> None:
     return None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ModelNames:
+class ModelNames(NamedTuple):
     """How the parameter names of a format may differ from the names of Hugging Face's model.
 
     Args:
@@ -50,8 +48,7 @@ class ModelNames:
     of_own_models: bool = False
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class NameOptions:
+class NameOptions(NamedTuple):
     """The user's options for names.
 
     Args:
@@ -68,8 +65,7 @@ class NameOptions:
     config: Mapping[str, Any] | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class Naming:
+class Naming(NamedTuple):
     """A training state under the names to write.
 
     Args:

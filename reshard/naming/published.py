@@ -7,10 +7,11 @@ on the Hub has the published ones.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from reshard.containers.json_files import read_json_object
 from reshard.core.box import Index
@@ -25,6 +26,7 @@ from reshard.units import some
 if TYPE_CHECKING:
     from reshard.model.published import Published
 
+_OF_TORCH = re.compile(r"pytorch_model(-\d+-of-\d+)?\.bin")  # of transformers before 5
 _NOT_INSTALLED = (
     "transformers is not installed, so the weights keep the names of the source. Mixtures of"
     " experts and most vision models have other names on the Hub: for these, run"
@@ -32,8 +34,15 @@ _NOT_INSTALLED = (
 )
 
 
-@dataclass(frozen=True, slots=True)
-class ModelConfig:
+def may_be_published(manifest: Manifest) -> bool:
+    """Return whether the files are of the kinds in which models are published."""
+    names = (path.rpartition("/")[-1] for path in manifest.files)
+    return manifest.origin.weights_only or (
+        not manifest.has_optimizer and all(map(_OF_TORCH.fullmatch, names))
+    )
+
+
+class ModelConfig(NamedTuple):
     """A transformers config: its content, and its path or that of its directory, if it has one."""
 
     content: Mapping[str, Any]
@@ -139,8 +148,6 @@ def restore_memory_form(manifest: Manifest, *, may_be_former: bool = False) -> M
     Returns:
         None if the files are of another kind, or nothing states the model.
     """
-    from reshard.model.published import may_be_published
-
     if not may_be_published(manifest):
         return None
     path = find_config(manifest)

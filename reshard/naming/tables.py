@@ -175,7 +175,7 @@ def rename_to_hf_first(
         return manifest, traits, family
     family, traits = families.choose_family(traits, options.family, options.rules)
     return (
-        rename_to_hf(manifest, own, traits, replace(options, names="hf")).manifest,
+        rename_to_hf(manifest, own, traits, options._replace(names="hf")).manifest,
         traits,
         family,
     )

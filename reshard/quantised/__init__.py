@@ -23,3 +23,6 @@ The values are those of the libraries: transformers 5.23 (``integrations/finegra
 divides the weight into equal blocks, or fails. Here the blocks have the size that config.json
 states, as in DeepSeek's own ``inference/kernel.py`` (``weight_dequant``).
 """
+
+BITSANDBYTES = "__bnb_optimizer_quant_state__/"
+"""Prefix of bitsandbytes' slots, which are in a dict of their own since 0.49."""

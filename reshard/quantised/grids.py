@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from reshard.core.box import Index
 from reshard.core.manifest import Entry
@@ -11,8 +11,7 @@ from reshard.errors import CorruptError
 _FUSED = "gate_up_proj"  # transformers concatenates a gate's blocks and those of its up projection
 
 
-@dataclass(frozen=True, slots=True)
-class Geometry:
+class Geometry(NamedTuple):
     """The division of a weight into blocks, of which each has a scale.
 
     Args:

@@ -14,9 +14,9 @@ Sources: torchao 0.4 to 0.18, ``optim/subclass_8bit.py``, ``subclass_4bit.py``, 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from math import prod
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from reshard.containers.torch_objects import StoredBuffer, Tensor, is_wrapped
 from reshard.core.box import Box, Index, as_index, whole
@@ -24,6 +24,7 @@ from reshard.core.chunks import Chunk, contiguous
 from reshard.core.dtypes import E4M3, FLOAT32, UINT8, DType
 from reshard.core.manifest import Entry
 from reshard.errors import ALTERED, CorruptError
+from reshard.quantised import BITSANDBYTES
 from reshard.system.derived import Derived, Reader
 
 if TYPE_CHECKING:
@@ -33,16 +34,12 @@ if TYPE_CHECKING:
 
 _MODULES = ("torchao.optim.", "torchao.prototype.low_bit_optim.")
 _BITS = {"OptimState8bit": 8, "OptimState4bit": 4, "OptimStateFp8": 8}
-BITSANDBYTES = "__bnb_optimizer_quant_state__/"
-"""Prefix of bitsandbytes' slots, which are in a dict of their own since 0.49."""
-
 _PARTS = ("state", "absmax", "qmap")  # the codes of a slot, their scales and their table
 _BLOCKS = (256, 2048)  # elements of a block; 2048 in bitsandbytes before 0.44
 _BLOCK = 1 << 17  # elements; what is computed at a time stays in a core's cache
 
 
-@dataclass(frozen=True, slots=True)
-class Moment:
+class Moment(NamedTuple):
     """The values of one stored tensor; implements `derived.Computation`.
 
     Args:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from reshard.core.chunks import Chunk
 from reshard.core.dtypes import BFLOAT16, FLOAT32, DType
@@ -12,8 +12,7 @@ INT4, INT8 = "biased int4", "biased int8"  # compressed-tensors adds 8 or 128 to
 BITS = {INT4: 4, INT8: 8}
 
 
-@dataclass(frozen=True, slots=True)
-class Scaled:
+class Scaled(NamedTuple):
     """A weight whose values are codes times the scale of their block.
 
     A weight is a number of matrices, one after the other. Blocks at the end of a row or column can

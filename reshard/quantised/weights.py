@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from reshard.core.box import Index, whole
 from reshard.core.chunks import Chunk, contiguous
@@ -11,8 +11,7 @@ from reshard.quantised.scaled import Scaled
 from reshard.system.derived import Derived, Reader
 
 
-@dataclass(frozen=True, slots=True)
-class WeightValues:
+class WeightValues(NamedTuple):
     """The values of a quantised weight, row-major; it implements `derived.Computation`."""
 
     weight: Scaled
@@ -65,8 +64,7 @@ class WeightValues:
         return decode.read_rounded(pool, self.weight, start, target)
 
 
-@dataclass(frozen=True, slots=True)
-class QuantisedPair:
+class QuantisedPair(NamedTuple):
     """A quantised weight: its codes and scales, and how they belong together.
 
     Args:

@@ -8,10 +8,10 @@ Sources: torch 2.13 ``distributed/_shard/sharded_tensor/api.py`` (``__getstate__
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cache
 from math import prod
-from typing import Any
+from typing import Any, NamedTuple
 
 from reshard.containers.pickles.values import Call
 from reshard.containers.torch_objects import Tensor, TorchFile, is_wrapped, parse_dtype
@@ -79,8 +79,7 @@ def describe_shards(file: TorchFile, call: Call) -> GlobalTensor | None:
         ) from error
 
 
-@dataclass(frozen=True, slots=True)
-class Saver:
+class Saver(NamedTuple):
     """The rank that saved a file, as a sharded tensor or torch_xla's metadata in it state it.
 
     Args:

@@ -8,9 +8,8 @@ values that no file stores, such as dequantised weights.
 from __future__ import annotations
 
 import threading
-from dataclasses import dataclass
 from types import SimpleNamespace
-from typing import Protocol, TypeAlias, runtime_checkable
+from typing import NamedTuple, Protocol, TypeAlias, runtime_checkable
 
 from reshard.system import escaped
 
@@ -114,8 +113,7 @@ class Derived(str):
         return (file, detail, self.computation), {"follows": self.follows}
 
 
-@dataclass(frozen=True, slots=True)
-class ZeroBytes:
+class ZeroBytes(NamedTuple):
     """Zeros, which no file stores; it implements `Computation`.
 
     Args:

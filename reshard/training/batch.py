@@ -20,14 +20,11 @@ from reshard.core.manifest import Manifest
 from reshard.errors import CorruptError, UnsupportedError
 from reshard.layouts.model_parallel.sizes import parse_mesh
 from reshard.training import trainer_run
+from reshard.training.companion_files import BATCH_BEFORE
 from reshard.training.trainer_run import TrainerRun
 from reshard.units import counted, either, find_nearest_divisors, some
 
 BATCH = "train_batch_size"  # of one rank, in HF Trainer's trainer_state.json
-# The file that reshard writes beside trainer_state.json at another size: the run's own number of
-# ranks, batch of a rank and accumulation, if it is known. The Trainer saves the last one in
-# training_args.bin alone, which the output does not have.
-BATCH_BEFORE = "reshard_batch.json"
 WORLD = "world_size"
 STEPS = "gradient_accumulation_steps"  # of DeepSpeed's configuration, and of the Trainer
 # Other keys of DeepSpeed's configuration; the first one is that of all ranks.

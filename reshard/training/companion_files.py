@@ -17,7 +17,6 @@ from reshard.core.manifest import Entry, Manifest, OutputFile, Skeleton, find_mo
 from reshard.errors import UsageError
 from reshard.quantised.statement import CONFIG, OTHERS, remove_statement
 from reshard.system.files import read_small_file
-from reshard.training.batch import BATCH_BEFORE
 
 if TYPE_CHECKING:
     from reshard.model import ModelShapes
@@ -36,6 +35,10 @@ _EMBEDDING = re.compile(
 # A quantised model's weights are codes with scales; the config's dtype is that of the computation.
 QUANTISED = "quantization_config"
 ADAPTER_CONFIG = "adapter_config.json"
+# The file that reshard writes beside trainer_state.json at another size: the run's own number of
+# ranks, batch of a rank and accumulation, if it is known. The Trainer saves the last one in
+# training_args.bin alone, which the output does not have.
+BATCH_BEFORE = "reshard_batch.json"
 CONFIG_FOLDERS = (
     *("huggingface", "model/huggingface"),  # verl's; the second with Megatron
     *("model/.hf_metadata", "weights/model/.hf_metadata"),  # NeMo Automodel's; NeMo RL's

@@ -15,7 +15,6 @@ import re
 from collections.abc import Container, Iterable, Iterator, Mapping
 from pathlib import Path
 
-from reshard.containers.pickles.objects import iterate_parts
 from reshard.containers.torch_detect import is_torch_file
 from reshard.core.box import whole
 from reshard.core.chunks import contiguous
@@ -104,6 +103,8 @@ def select_entries(manifest: Manifest, skeleton: Skeleton) -> list[Entry]:
 
 def collect_own_tensors(train: TrainState) -> dict[str, Entry]:
     """Return the tensors in a script's own values by name."""
+    from reshard.containers.pickles.objects import iterate_parts
+
     parts = (part for value in train.objects.values() for part in iterate_parts(value))
     return {part.fqn: part for part in parts if isinstance(part, Entry)}
 

@@ -13,18 +13,16 @@ torch-optimi 0.3.3.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping
-from dataclasses import dataclass
 from math import inf, sqrt
 from typing import Any, Literal, NamedTuple
 
 from reshard.core.box import Index
-from reshard.quantised.moments import BITSANDBYTES
+from reshard.quantised import BITSANDBYTES
 
 Counter = Literal["state", "group", "none"]
 
 
-@dataclass(frozen=True, slots=True)
-class OptimizerTraits:
+class OptimizerTraits(NamedTuple):
     """One optimizer.
 
     Args:

@@ -12,8 +12,8 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable
-from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from reshard.containers.json_files import read_json
 from reshard.core.location import Location
@@ -24,8 +24,7 @@ _FOLDER = re.compile(r"(\d+)_[A-Z]\w*")  # 1_Pooling, 2_Dense
 _WEIGHTS = ("model.safetensors", "pytorch_model.bin")
 
 
-@dataclass(frozen=True, slots=True)
-class Modules:
+class Modules(NamedTuple):
     """The relation of weights to the modules of a SentenceTransformer.
 
     Attributes:

@@ -11,14 +11,13 @@ Source: ``trainer/checkpoint/state.py`` (the document), ``trainer/core/settings.
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, replace
-from typing import Any, Literal
+from dataclasses import replace
+from typing import Any, Literal, NamedTuple
 
 from reshard.core.dtypes import BFLOAT16, FLOAT16, FLOAT32, DType
 from reshard.core.manifest import Skeleton, TrainState
 from reshard.core.schema import COUNT, TEXT, a, expect, record, sequence
 from reshard.errors import UsageError
-from reshard.model.wrap import OWN_LAYERS
 
 NAME = "trainer"
 _FSDP = ("fsdp", "fsdp2")
@@ -50,8 +49,7 @@ _OF_THE_RANKS = frozenset(
 )
 
 
-@dataclass(frozen=True, slots=True)
-class TrainerRun:
+class TrainerRun(NamedTuple):
     """One document of the trainer, checked against its schema."""
 
     document: Mapping[str, Any]
@@ -99,6 +97,8 @@ class TrainerRun:
     @property
     def wrap(self) -> str:
         """How FSDP wraps the model, as a value of ``--wrap``."""
+        from reshard.model.wrap import OWN_LAYERS
+
         settings = self.settings
         policy = settings["fsdp_auto_wrap_policy"]
         if policy == "SIZE_BASED_WRAP":

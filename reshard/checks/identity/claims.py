@@ -11,8 +11,8 @@ from __future__ import annotations
 import re
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from pathlib import PurePath
+from typing import NamedTuple
 
 from reshard.core.manifest import Claim, SourceFile
 from reshard.core.stamps import FILE_NAME
@@ -22,16 +22,14 @@ from reshard.units import counted
 _DIGITS = re.compile(r"\d+")
 
 
-@dataclass(frozen=True, slots=True)
-class Conflict:
+class Conflict(NamedTuple):
     """Two claims about one file that cannot both be true."""
 
     file: str
     problem: str
 
 
-@dataclass(frozen=True, slots=True)
-class Comparison:
+class Comparison(NamedTuple):
     """What a comparison of the claims of all files showed.
 
     Args:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from reshard import formats, naming
 from reshard.commands.merge.options import FILL, MergeOptions
@@ -22,9 +22,8 @@ from reshard.formats.base import Conversion
 from reshard.model import ModelHint
 from reshard.model import adapter_names as adapters
 from reshard.model.order import list_missing_in_layers, refuse_other_shapes
-from reshard.model.published import may_be_published
 from reshard.naming import published
-from reshard.naming.published import ModelConfig
+from reshard.naming.published import ModelConfig, may_be_published
 from reshard.system.files import SourceFiles, read_small_file
 from reshard.system.paths import as_path
 from reshard.tensors import replicas, schedule_free, weights
@@ -43,8 +42,7 @@ _NO_CONFIG = (
 )
 
 
-@dataclass(frozen=True, slots=True)
-class Adapter:
+class Adapter(NamedTuple):
     """An adapter: its name, its configuration, the files beside its weights, and notes on it."""
 
     name: str

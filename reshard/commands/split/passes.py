@@ -31,9 +31,8 @@ from reshard.model.order import (
     refuse_other_shapes,
     restore_memory_form,
 )
-from reshard.model.published import may_be_published
 from reshard.naming.options import NameOptions, Naming
-from reshard.naming.published import ModelConfig, choose_form
+from reshard.naming.published import ModelConfig, choose_form, may_be_published
 from reshard.state_dict.parameter_kinds import mark_buffers
 from reshard.state_dict.torch_state_dict import refuse_unwritable_hyper
 from reshard.system.derived import Derived
@@ -239,7 +238,7 @@ def rename(conversion: StateConversion, options: SplitOptions) -> StateConversio
             shapes = describe_config(named.config, manifest.origin.path)
         if shapes is not None:
             manifest = order_by_model(restore_memory_form(manifest, shapes), shapes)
-    named = replace(named, manifest=manifest)
+    named = named._replace(manifest=manifest)
     request = replace(request, described=named.described)
     return replace(conversion, manifest=manifest, naming=named, request=request)
 

@@ -20,7 +20,6 @@ from reshard.formats.base import (
 )
 from reshard.formats.deepspeed import directory
 from reshard.formats.deepspeed.directory import NAME, detect
-from reshard.model.weight_decay import Division, FindDivisions, divide_parameters
 from reshard.naming.options import ModelNames
 
 if TYPE_CHECKING:
@@ -29,6 +28,7 @@ if TYPE_CHECKING:
     from reshard.formats.request import Request
     from reshard.formats.target_options import TargetOptions
     from reshard.layouts.model_parallel.traits import Traits
+    from reshard.model.weight_decay import Division, FindDivisions
     from reshard.training.state import WritableState
 
 UNIVERSAL = "deepspeed-universal"
@@ -41,6 +41,8 @@ def _read(location: Location, hints: ReadHints) -> Manifest:
 
     def find_divisions() -> tuple[Division, ...]:
         """Return how HF Trainer divides the parameters, if it saved the checkpoint."""
+        from reshard.model.weight_decay import divide_parameters
+
         model = beside.describe_trained_model(tag, hints.model)
         return divide_parameters(model) if model else ()
 

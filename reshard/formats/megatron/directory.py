@@ -15,10 +15,9 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
 from math import lcm
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from reshard.core.location import Location
 from reshard.errors import FETCH_MISSING, IncompleteError, StaleError, UnsupportedError, UsageError
@@ -53,8 +52,7 @@ _OWN_KEYS = (b"\x8c\x04args\x94", b"\x8c\x12checkpoint_version\x94")
 _BLOCK, _MAX_SEARCHED = 1 << 20, 1 << 26
 
 
-@dataclass(frozen=True, slots=True, order=True)
-class GridPosition:
+class GridPosition(NamedTuple):
     """The position of one rank's folder in the grid."""
 
     pp: int

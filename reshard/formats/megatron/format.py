@@ -301,7 +301,7 @@ def _trim(named: Naming, wanted: Any) -> Naming:
     constants = {"layers": layers} if layers else {}
     manifest, removed = vocabulary.cut_rows(named.manifest, known.table, constants, rows)
     note = f"removed {removed} padding rows from the vocabulary, which has {vocab_size} entries"
-    return replace(named, manifest=manifest, notes=(*named.notes, *([note] * bool(removed))))
+    return named._replace(manifest=manifest, notes=(*named.notes, *([note] * bool(removed))))
 
 
 FORMAT = Format(

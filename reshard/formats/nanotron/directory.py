@@ -12,6 +12,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from math import prod
 from pathlib import Path
+from typing import NamedTuple
 
 from reshard.core.box import index_of
 from reshard.core.location import Location
@@ -50,8 +51,7 @@ class NamedFile:
         return self.ranks.get(axis, 0)
 
 
-@dataclass(frozen=True, slots=True)
-class CheckpointFiles:
+class CheckpointFiles(NamedTuple):
     """The files of a checkpoint.
 
     Args:

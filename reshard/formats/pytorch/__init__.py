@@ -6,6 +6,7 @@ name these parts; their content is identified by its structure (`state_dict.sect
     format      the format as one object: detection, reading and writing
     directory   the names of parts, and detection by them
     ranks       the files of all ranks, joined
+    lost_files  errors that name the files of ranks that are missing
     stages      the pipeline stages among them, joined
     reader      every part in a directory as one manifest
     provenance  the framework and the step that the parts' names state

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Container, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Container, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -16,16 +15,13 @@ from reshard.containers.torch_detect import SUFFIXES
 from reshard.containers.torch_objects import TorchFile
 from reshard.core.location import (
     Location,
-    get_directory,
     list_missing_ranks,
     name_missing,
 )
 from reshard.errors import (
     FETCH_MISSING,
     TWO_RUNS,
-    CorruptError,
     IncompleteError,
-    ReshardError,
     StaleError,
     shown,
 )
@@ -209,29 +205,6 @@ def find_lost_files(location: Location) -> str:
         if missing:
             lost.append(name_missing(ranks, missing))
     return "; ".join(lost)
-
-
-@contextmanager
-def naming_lost_files(location: Location) -> Iterator[None]:
-    """Turn an error about tensors that are not whole into one that names the missing files.
-
-    Raises:
-        IncompleteError: files of ranks are missing.
-    """
-    try:
-        yield
-    except StaleError:
-        raise
-    except CorruptError as error:
-        lost = ""
-        # A run has its checkpoints in directories below; nodes have one directory each.
-        folder = get_directory(error.where)
-        where = location if folder in location.directories else Location([folder])
-        with suppress(ReshardError, OSError):  # a damaged file explains the error, too
-            lost = find_lost_files(where)
-        if lost:
-            raise IncompleteError(folder, f"{lost}: {error.problem}", FETCH_MISSING) from error
-        raise
 
 
 def _count_savers(path: Path) -> int:

@@ -29,11 +29,11 @@ from reshard.formats.pytorch.directory import (
     is_optimizer_folder,
     is_rank_file,
 )
+from reshard.formats.pytorch.lost_files import naming_lost_files
 from reshard.formats.pytorch.ranks import (
     OpenedRanks,
     find_lost_files,
     group_by_family,
-    naming_lost_files,
     refuse_copies,
 )
 from reshard.formats.pytorch.stages import (

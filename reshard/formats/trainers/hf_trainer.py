@@ -32,7 +32,8 @@ from reshard.state_dict import torch_state_dict
 from reshard.state_dict.own_values import find_scheduler
 from reshard.state_dict.slots import lay_out_optimizer
 from reshard.training import rng, schedules, trainer_run
-from reshard.training.batch import BATCH, BATCH_BEFORE, find_config_batch
+from reshard.training.batch import BATCH, find_config_batch
+from reshard.training.companion_files import BATCH_BEFORE
 from reshard.training.state import WritableState
 
 _SHARD_BYTES = 5 * 10**9  # of model.safetensors, the default of merge

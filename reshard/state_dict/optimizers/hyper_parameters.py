@@ -8,7 +8,6 @@ from math import prod
 from typing import Any
 
 from reshard.containers.torch_objects import Tensor, pack_number, read_number
-from reshard.containers.torch_writer import Slot, Storage
 from reshard.core.box import Index
 from reshard.core.dtypes import DType
 from reshard.core.manifest import MEMBER_LISTS
@@ -55,6 +54,8 @@ def read_hyper(
 
 def build_tensors(hyper: Mapping[str, Any]) -> dict[str, Any]:
     """Return hyper-parameters for a pickle, with a tensor for each number that was one."""
+    from reshard.containers.torch_writer import Slot, Storage
+
     return {
         name: Slot(Storage(value.dtype, 1, data=pack_number(value, value.dtype)), value.shape)
         if isinstance(value, TensorNumber)

@@ -22,7 +22,7 @@ from reshard.state_dict.own_values import find_scheduler
 from reshard.state_dict.plain_values import is_plain
 from reshard.state_dict.torch_state_dict import refuse_lost_state
 from reshard.training import loss_scale, optimizers
-from reshard.training.batch import BATCH_BEFORE
+from reshard.training.companion_files import BATCH_BEFORE
 from reshard.training.state import (
     TrainedGroup,
     TrainedParameter,
