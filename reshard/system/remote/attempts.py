@@ -106,7 +106,8 @@ async def attempt_patiently(request: Callable[[], Awaitable[T]]) -> T:
 
 def _choose_wait(repeated: int) -> float:
     """Return the seconds before the next attempt, which spread concurrent requests."""
-    return min(FIRST_WAIT * 2**repeated, _LONGEST_WAIT) * random.uniform(0.5, 1)  # noqa: S311
+    wait: float = min(FIRST_WAIT * 2 ** min(repeated, 10), _LONGEST_WAIT)
+    return wait * random.uniform(0.5, 1)  # noqa: S311
 
 
 def _sleep(seconds: float) -> None:
