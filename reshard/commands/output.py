@@ -142,8 +142,9 @@ def forecast_job(job: Job[R], output: Path, options: OutputOptions) -> Forecast:
     from reshard.commands.forecast import forecast
 
     workers, _ = options.budget()
-    # A worker has a window and a read buffer of the same size.
+    # A worker has a window and a read buffer of the same size. Read ahead is only what waits.
     buffer_bytes = workers * (2 * job.plan.window_bytes + job.worker_nbytes)
+    buffer_bytes += min(options.ahead_bytes, job.report.bytes_read)
     return forecast(
         job.manifest.files.values(),
         output,

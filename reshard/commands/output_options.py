@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from reshard import units
 from reshard.checks.identity import Trust
 from reshard.commands.options import ReportOptions
+from reshard.engine.move.ahead import AHEAD_BYTES
 from reshard.engine.move.options import MoveOptions, OnOverflow
 from reshard.engine.planning.planner import WINDOW_BYTES
 from reshard.errors import ResourceError
@@ -51,7 +52,8 @@ class ReadOptions(ReportOptions):
     def budget(self) -> tuple[int, int]:
         """Return the number of workers, and the bytes of one window.
 
-        A worker uses one window and one read buffer of the same size.
+        A worker uses one window and one read buffer of the same size. The windows of all workers
+        take at most half of the memory; the rest is for what is read ahead.
 
         Raises:
             ResourceError: the memory is too small for one worker.
@@ -64,7 +66,14 @@ class ReadOptions(ReportOptions):
                 "pass that size or more",
             )
         workers = min(self.workers or min(count_cores(), _MAX_WORKERS), most)
-        return workers, min(WINDOW_BYTES, self.max_memory_bytes // (2 * workers))
+        most_bytes = max(self.max_memory_bytes // (4 * workers), _MIN_WINDOW)
+        return workers, min(WINDOW_BYTES, most_bytes)
+
+    @property
+    def ahead_bytes(self) -> int:
+        """The memory for what is read ahead, in bytes."""
+        workers, window_bytes = self.budget()
+        return min(self.max_memory_bytes - 2 * workers * window_bytes, AHEAD_BYTES)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -122,6 +131,7 @@ class OutputOptions(ValueOptions):
         return MoveOptions(
             workers=workers,
             read_bytes=window_bytes,
+            ahead_bytes=self.ahead_bytes,
             clamp=self.on_overflow == "clamp",
             verify=self.verify,
             progress=self.team.with_progress(progress),

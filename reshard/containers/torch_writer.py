@@ -30,7 +30,14 @@ from reshard.containers.zip_writer import ALIGNMENT, ZipLayout
 from reshard.core.box import Box, Index, row_major, whole
 from reshard.core.chunks import contiguous
 from reshard.core.dtypes import FLOAT32, DType
-from reshard.core.manifest import Entry, Key, OutputFile, Skeleton, StoredChecksum
+from reshard.core.manifest import (
+    Entry,
+    Key,
+    OutputFile,
+    Skeleton,
+    StoredChecksum,
+    patch_literals,
+)
 from reshard.core.stamps import KEY, Stamp
 from reshard.errors import UnsupportedError
 from reshard.system.checksum import crc32
@@ -340,7 +347,7 @@ class _Literals:
                 waiting.append((at, part))
                 at += len(part)
             crcs += [(location, crc.to_bytes(4, "little")) for location in record.locations]
-        patched = _patch(self.layout.literals, sorted([*self._list_names(), *crcs]))
+        patched = patch_literals(self.layout.literals, sorted([*self._list_names(), *crcs]))
         for literal in patched:
             while waiting and waiting[0] < literal:
                 yield waiting.pop(0)
@@ -349,25 +356,6 @@ class _Literals:
     def _list_names(self) -> Iterable[tuple[int, bytes]]:
         """Return the changes of the root in the members' names."""
         return zip(self.layout.names, repeat(self.root)) if self.root != self.layout.root else ()
-
-
-def _patch(
-    literals: Iterable[tuple[int, bytes]], changes: Iterable[tuple[int, bytes]]
-) -> Iterator[tuple[int, bytes]]:
-    """Yield literals after changes of bytes in them; both are sorted by offset."""
-    more = iter(changes)
-    change = next(more, None)
-    for start, data in literals:
-        stop = start + len(data)
-        if change is None or change[0] >= stop:
-            yield start, data
-            continue
-        patched = bytearray(data)
-        while change is not None and change[0] < stop:
-            at = change[0] - start
-            patched[at : at + len(change[1])] = change[1]
-            change = next(more, None)
-        yield start, bytes(patched)
 
 
 def get_archive_root(name: str) -> str:

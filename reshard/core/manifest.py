@@ -398,6 +398,34 @@ class StoredChecksum(NamedTuple):
 Literals = Iterable[tuple[int, bytes]]  # byte offsets, and the bytes there
 
 
+def patch_literals(
+    literals: Literals, changes: Iterable[tuple[int, bytes]]
+) -> Iterator[tuple[int, bytes]]:
+    """Yield literals after changes of bytes in them; both are sorted by offset.
+
+    A change outside of the literals is yielded by itself.
+    """
+    more = iter(changes)
+    change = next(more, None)
+    for start, data in literals:
+        while change is not None and change[0] < start:
+            yield change
+            change = next(more, None)
+        stop = start + len(data)
+        if change is None or change[0] >= stop:
+            yield start, data
+            continue
+        patched = bytearray(data)
+        while change is not None and change[0] < stop:
+            at = change[0] - start
+            patched[at : at + len(change[1])] = change[1]
+            change = next(more, None)
+        yield start, bytes(patched)
+    if change is not None:
+        yield change
+        yield from more
+
+
 @dataclass(frozen=True, slots=True)
 class OutputFile:
     """A file to write: its size, and the bytes that are known before any tensor is read.

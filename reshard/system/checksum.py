@@ -8,13 +8,18 @@ multiplication modulo the CRC polynomial over GF(2) (zlib 1.2.12, ``crc32_combin
 from __future__ import annotations
 
 import zlib
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from functools import cache, lru_cache
 
 try:  # isal is optional and computes the same CRC three times faster
     from isal.isal_zlib import crc32
 except ImportError:
     crc32 = zlib.crc32
+_combine: Callable[[int, int, int], int] | None
+try:
+    from isal.isal_zlib import crc32_combine as _combine
+except ImportError:  # isal before 1.7
+    _combine = None
 
 __all__ = ["combine", "crc32", "join"]
 
@@ -57,6 +62,8 @@ def _shift(nbytes: int) -> int:
 
 def combine(first: int, second: int, second_nbytes: int) -> int:
     """Return the CRC of two concatenated parts from their CRCs and the length of the second."""
+    if _combine is not None:
+        return _combine(first, second, second_nbytes)
     return _multiply(_shift(second_nbytes), first) ^ second
 
 

@@ -9,8 +9,6 @@ import threading
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from functools import partial
-from itertools import groupby
-from operator import itemgetter
 from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING
@@ -19,7 +17,8 @@ from reshard.errors import DAMAGED, REQUEST_PERMISSION, CorruptError, Incomplete
 from reshard.system import escaped, signals
 from reshard.system.derived import Derived, Kept, list_files
 from reshard.system.paths import as_path, is_remote
-from reshard.system.ranges import Range, merge_ranges
+from reshard.system.ranges import FetchedRanges, Range, merge_ranges
+from reshard.system.threads import map_files
 from reshard.system.versions import FileVersion, Versioned, refuse_change
 
 if TYPE_CHECKING:
@@ -33,6 +32,7 @@ MAX_DOCUMENT = 256 << 20  # bytes; the index of a million tensors has a third of
 MAX_POINTER = 4096  # bytes; for a file that names a directory
 _LFS_POINTER = b"version https://"  # the first line goes on with git-lfs.github.com/spec/v1
 LFS_HEAD = len(_LFS_POINTER)  # bytes that show whether a file is a pointer of Git LFS
+_NEAR = 4 << 10  # bytes; to read so many more takes about as long as another read
 _MAX_OPEN = 512  # descriptors in a pool
 
 
@@ -127,6 +127,7 @@ class SourceFiles(OpenFiles):
         self._opened: dict[str, FileVersion] = {}  # every local file that was opened
         self._remote_files: RemoteFiles | None = None
         self._decoders: dict[str, escaped.Decoder] = {}
+        self._fetched = FetchedRanges()
 
     def __exit__(self, *error: object) -> None:
         try:
@@ -240,6 +241,8 @@ class SourceFiles(OpenFiles):
             path.computation.read_into(self, byte_offset, target)
         elif escaped.is_escaped(path):
             self._decoder(path).read_into(byte_offset, target)
+        elif (fetched := self._fetched.find(path, byte_offset, len(target))) is not None:
+            target[:] = fetched
         elif is_remote(path):
             self._remote().read_into(path, byte_offset, target)
         else:
@@ -251,6 +254,9 @@ class SourceFiles(OpenFiles):
         Raises:
             CorruptError, IncompleteError, ReshardError: as in `read_into`.
         """
+        fetched = self._fetched.find(path, byte_offset, nbytes)
+        if fetched is not None:
+            return fetched
         if _is_local(path):
             return super().read(path, byte_offset, nbytes)
         buffer = bytearray(nbytes)
@@ -268,29 +274,32 @@ class SourceFiles(OpenFiles):
     def prefetch(self, ranges: Iterable[Range]) -> list[Range]:
         """Fetch ranges (file, byte offset, nbytes) that will be read next, many at a time.
 
-        Those in object stores are fetched now, with concurrent requests. The system is asked to
-        read those of local files, which may be on a network, and this call does not wait for it.
+        Those close together are fetched by one read. Where reads wait, many are in flight.
 
         Returns:
             The ranges that are now kept in memory, until they are dropped or the pool is closed.
 
         Raises:
-            IncompleteError, ReshardError: as in `OpenFiles.open`.
+            CorruptError, IncompleteError, ReshardError: as in `read_into`.
         """
-        remote: list[Range] = []
-        for path, parts in groupby(merge_ranges(ranges), itemgetter(0)):
-            if isinstance(path, Derived) or escaped.is_escaped(path):
-                continue
-            if is_remote(path):
-                remote += parts
-            else:
-                self.open(path).announce(parts)
-        return self._remote().prefetch(remote) if remote else []
+        stored = [
+            each
+            for each in ranges
+            if not isinstance(each[0], Derived) and not escaped.is_escaped(each[0])
+        ]
+        remote = list(merge_ranges(each for each in stored if is_remote(each[0])))
+        local = list(merge_ranges((each for each in stored if not is_remote(each[0])), gap=_NEAR))
+        read = super().read
+        fetched = map_files(local, lambda each: read(*each))
+        if remote:
+            fetched += self._remote().fetch(remote)
+        for each, data in zip([*local, *remote], fetched, strict=True):
+            self._fetched.put(each, data)
+        return [*local, *remote]
 
-    def drop(self, kept: Iterable[Range]) -> None:
-        """Free ranges that `prefetch` has kept."""
-        if self._remote_files is not None:
-            self._remote_files.drop(kept)
+    def drop(self, fetched: Iterable[Range]) -> None:
+        """Free ranges that `prefetch` has fetched."""
+        self._fetched.drop(fetched)
 
     def _decoder(self, path: str) -> escaped.Decoder:
         """Return the decoder of an escaped text; if two threads create one, both are equal."""
@@ -313,7 +322,6 @@ def _is_local(path: str) -> bool:
 
 
 _HAS_PREADV = hasattr(os, "preadv")
-_HAS_FADVISE = hasattr(os, "posix_fadvise")
 
 
 def _pread(descriptor: int, target: memoryview, byte_offset: int) -> int:
@@ -332,16 +340,15 @@ class Section:
     archive takes one read.
     """
 
-    _WHOLE = 8 << 10  # bytes; a section up to this size is read as a whole
-    _END = 2 << 10  # bytes to read at each end of a larger section
+    _WHOLE = 64 << 10  # bytes; a section up to this size is read as a whole
+    _END = 4 << 10  # bytes to read at each end of a larger section
 
     def __init__(self, pool: SourceFiles, path: str, start: int, nbytes: int) -> None:
         self.path = path
         self.start = start
         self.nbytes = nbytes
         self._pool = pool
-        local = pool.find_local(path)  # kept, as an archive is read in several parts
-        self._read = local.read if local else partial(pool.read, path)
+        self._read = partial(pool.read, path)
         (_, first), (tail, left) = self.find_ends(start, nbytes)
         self._head = self._read(start, first)
         self._tail_offset = tail - start
@@ -380,13 +387,12 @@ class Section:
         return self._read(self.start + offset, nbytes)
 
     def prefetch(self, ranges: Iterable[tuple[int, int]]) -> None:
-        """Fetch ranges (offset, nbytes) from an object store; see `SourceFiles.prefetch`."""
-        if is_remote(self.path):
-            self._pool.prefetch(
-                (self.path, self.start + offset, nbytes)
-                for offset, nbytes in ranges
-                if len(self._head) < offset + nbytes and offset < self._tail_offset
-            )
+        """Fetch ranges (offset, nbytes); see `SourceFiles.prefetch`."""
+        self._pool.prefetch(
+            (self.path, self.start + offset, nbytes)
+            for offset, nbytes in ranges
+            if len(self._head) < offset + nbytes <= self.nbytes and offset < self._tail_offset
+        )
 
 
 class Descriptor:
@@ -412,13 +418,6 @@ class Descriptor:
             return os.path.samestat(os.stat(self.path), os.fstat(self.number))  # noqa: PTH116
         except OSError:
             return False
-
-    def announce(self, ranges: Iterable[Range]) -> None:
-        """Tell the system that ranges of this file will be read, so that it begins to read them."""
-        # Not every file system takes such advice, and none has to follow it.
-        with contextlib.suppress(OSError):
-            for _, byte_offset, nbytes in ranges if _HAS_FADVISE else ():
-                os.posix_fadvise(self.number, byte_offset, nbytes, os.POSIX_FADV_WILLNEED)
 
     def read(self, byte_offset: int, nbytes: int) -> bytes:
         """Return the bytes at ``byte_offset``.

@@ -1,44 +1,66 @@
-"""Reads of local files that are announced to the system before they are made."""
+"""Ranges of local files that are fetched before they are read."""
 
 from __future__ import annotations
 
-import os
+import threading
+import time
 from pathlib import Path
 
 import pytest
 
-from reshard.system.files import SourceFiles
+from reshard.system.files import Descriptor, SourceFiles
+
+_CONTENT = bytes(range(256)) * 1024
 
 
 @pytest.fixture
-def announced(monkeypatch):
-    """Return the byte ranges that the system was told of."""
+def reads(monkeypatch):
+    """Return the ranges (byte offset, nbytes) that files are read by."""
     ranges: list[tuple[int, int]] = []
-    monkeypatch.setattr(
-        os,
-        "posix_fadvise",
-        lambda _number, offset, nbytes, _advice: ranges.append((offset, nbytes)),
-    )
+    read = Descriptor.read
+
+    def record(self, byte_offset, nbytes):
+        ranges.append((byte_offset, nbytes))
+        return read(self, byte_offset, nbytes)
+
+    monkeypatch.setattr(Descriptor, "read", record)
     return ranges
 
 
-def test_ranges_are_announced_in_the_order_of_their_files(tmp_path, announced):
-    first, second = str(tmp_path / "a"), str(tmp_path / "b")
-    for path in (first, second):
-        Path(path).touch()
+def test_ranges_close_together_are_fetched_by_one_read(tmp_path, reads):
+    path = str(tmp_path / "a")
+    Path(path).write_bytes(_CONTENT)
     with SourceFiles() as pool:
-        asked = [(second, 7, 1), (first, 20 << 20, 4), (first, 4096, 8), (first, 0, 8)]
-        assert pool.prefetch(asked) == []  # nothing has to be dropped
-    assert announced == [(0, 4104), (20 << 20, 4), (7, 1)]
+        fetched = pool.prefetch([(path, 100_000, 8), (path, 20, 4), (path, 50, 6)])
+        assert fetched == [(path, 20, 36), (path, 100_000, 8)]
+        assert reads == [(20, 36), (100_000, 8)]
+        assert pool.read(path, 51, 3) == _CONTENT[51:54]
+        target = bytearray(8)
+        pool.read_into(path, 100_000, memoryview(target))
+        assert target == _CONTENT[100_000:100_008]
+        assert len(reads) == 2
+        pool.drop(fetched)
+        assert pool.read(path, 51, 3) == _CONTENT[51:54]
+        assert reads[2:] == [(51, 3)]
 
 
-def test_a_file_system_that_takes_no_advice_is_read_without(tmp_path, monkeypatch):
-    def refuse(*_):
-        raise OSError
+def test_reads_that_wait_are_in_flight_together(tmp_path, monkeypatch):
+    path, active, most = str(tmp_path / "a"), 0, 0
+    Path(path).write_bytes(_CONTENT)
+    read, lock = Descriptor.read, threading.Lock()
 
-    monkeypatch.setattr(os, "posix_fadvise", refuse)
-    path = tmp_path / "a"
-    path.write_bytes(b"abc")
+    def wait(self, byte_offset, nbytes):
+        nonlocal active, most
+        with lock:
+            active += 1
+            most = max(most, active)
+        time.sleep(0.01)
+        with lock:
+            active -= 1
+        return read(self, byte_offset, nbytes)
+
+    monkeypatch.setattr(Descriptor, "read", wait)
     with SourceFiles() as pool:
-        pool.prefetch([(str(path), 1, 2)])
-        assert pool.read(str(path), 1, 2) == b"bc"
+        asked = [(path, start, 8) for start in range(0, len(_CONTENT), 8192)]
+        assert pool.prefetch(asked) == asked
+    assert most > 4

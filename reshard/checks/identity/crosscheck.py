@@ -9,17 +9,18 @@ from __future__ import annotations
 
 import zlib
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import PurePath
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from reshard.core.box import Box, contiguous_cuts
 from reshard.core.chunks import Chunk
 from reshard.core.dtypes import BFLOAT16, FLOAT32, DType
 from reshard.core.manifest import MASTER, PARAM, Entry, Manifest
 from reshard.engine.move import compiled
-from reshard.engine.move.fill import fill, group_into_batches
+from reshard.engine.move.ahead import AHEAD_BYTES, Held, ReadAhead
+from reshard.engine.move.fill import fill, group_into_batches, list_ranges
 from reshard.engine.planning.copies import Copy, CopyPlanner
 from reshard.quantised.remainders import is_computed, round_ties_as_stored
 from reshard.system.derived import Derived
@@ -29,6 +30,8 @@ from reshard.units import counted
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
+
+T = TypeVar("T")
 
 _SAMPLED = 128  # elements of each stored block
 _BATCH = 1 << 18  # elements that are read before they are compared together
@@ -81,11 +84,14 @@ def compare_masters(manifest: Manifest, *, every_element: bool) -> Compared:
     mismatches: Counter[tuple[str, str]] = Counter()  # (file of masters, file of weights)
     totals: Counter[tuple[str, str]] = Counter()
     examples: dict[tuple[str, str], str] = {}
-    with SourceFiles(manifest.files) as pool:
+    with SourceFiles(manifest.files) as pool, _read_ahead(pool, _list_copies) as ahead:
         samples = _choose_samples(manifest, every_element=every_element)
-        for batch in group_into_batches(samples, lambda sample: sample.box.volume, _BATCH):
+        batches = group_into_batches(samples, lambda sample: sample.box.volume, _BATCH)
+        for batch, held in ahead.iterate(batches):
             result.elements += sum(sample.box.volume for sample in batch)
-            for sample, is_equal in zip(batch, _compare(pool, batch), strict=True):
+            with held:
+                equal = _compare(pool, held, batch)
+            for sample, is_equal in zip(batch, equal, strict=True):
                 pair = sample.master[0].file, sample.weight[0].file
                 totals[pair] += 1
                 if not is_equal:
@@ -108,22 +114,27 @@ def compare_masters(manifest: Manifest, *, every_element: bool) -> Compared:
 def find_negative(manifest: Manifest) -> Iterator[str]:
     """Yield the means of squares that are below zero in a sample of a stored block."""
     samples = (
-        (entry, chunk.file, CopyPlanner(replace(entry, chunks=(chunk,))), chunk)
+        (entry, chunk.file, _plan_sample(entry, chunk))
         for entry in manifest.entries.values()
         if entry.kind in NEVER_NEGATIVE and entry.dtype.family == "float"
         for chunk in _list_distinct_blocks(entry)
         if chunk.box.volume and not isinstance(chunk.file, Derived)
     )
-    with SourceFiles() as pool:
-        for batch in group_into_batches(samples, lambda _: _SAMPLED, _BATCH):
-            blocks = [
-                planner.plan_block(_choose_box(entry.fqn, chunk), entry.dtype).copies
-                for entry, _, planner, chunk in batch
-            ]
-            _prefetch(pool, blocks)
-            for (entry, file, _, _), copies in zip(batch, blocks, strict=True):
-                if _has_negative(_read(pool, [copies], entry.dtype), entry.dtype):
-                    yield f"{file}: the {entry.kind} of {entry.fqn!r} is below zero"
+    with SourceFiles() as pool, _read_ahead(pool, _get_copies) as ahead:
+        for (entry, file, copies), held in ahead.iterate(samples):
+            with held:
+                values = _read(pool, held, [copies], entry.dtype)
+            if _has_negative(values, entry.dtype):
+                yield f"{file}: the {entry.kind} of {entry.fqn!r} is below zero"
+
+
+def _get_copies(sample: tuple[Entry, str, Sequence[Copy]]) -> Sequence[Copy]:
+    return sample[2]
+
+
+def _plan_sample(entry: Entry, chunk: Chunk) -> Sequence[Copy]:
+    planner = CopyPlanner(replace(entry, chunks=(chunk,)))
+    return planner.plan_block(_choose_box(entry.fqn, chunk), entry.dtype).copies
 
 
 def _has_negative(values: bytearray, dtype: DType) -> bool:
@@ -188,16 +199,25 @@ def _choose_box(fqn: str, chunk: Chunk) -> Box:
     return Box(tuple(origin), tuple(shape))
 
 
-def _compare(pool: SourceFiles, batch: Sequence[_Sample]) -> list[bool]:
+def _list_copies(batch: Sequence[_Sample]) -> Iterator[Copy]:
+    return (copy for sample in batch for copy in (*sample.master, *sample.weight))
+
+
+def _read_ahead(pool: SourceFiles, list_copies: Callable[[T], Iterable[Copy]]) -> ReadAhead[T]:
+    return ReadAhead(
+        pool, lambda item: list_ranges(list_copies(item)), nbytes=AHEAD_BYTES, workers=1
+    )
+
+
+def _compare(pool: SourceFiles, held: Held, batch: Sequence[_Sample]) -> list[bool]:
     """Return for each sample whether its weights are the cast of its master weights."""
-    _prefetch(pool, (copies for sample in batch for copies in (sample.master, sample.weight)))
     groups: dict[tuple[DType, DType], list[int]] = defaultdict(list)
     for number, sample in enumerate(batch):
         groups[sample.dtypes].append(number)
     equal = [True] * len(batch)
     for (source, trained), numbers in groups.items():
-        masters = _read(pool, [batch[n].master for n in numbers], source)
-        weights = _read(pool, [batch[n].weight for n in numbers], trained)
+        masters = _read(pool, held, [batch[n].master for n in numbers], source)
+        weights = _read(pool, held, [batch[n].weight for n in numbers], trained)
         different = _mark_unequal(masters, weights, source, trained)
         stop = 0
         for number in numbers:
@@ -206,22 +226,15 @@ def _compare(pool: SourceFiles, batch: Sequence[_Sample]) -> list[bool]:
     return equal
 
 
-def _prefetch(pool: SourceFiles, blocks: Iterable[Sequence[Copy]]) -> None:
-    pool.prefetch(
-        (copy.file, copy.byte_offset, copy.numel * copy.dtype.itemsize)
-        for copies in blocks
-        for copy in copies
-        if copy.is_run
-    )
-
-
-def _read(pool: SourceFiles, blocks: Sequence[Sequence[Copy]], dtype: DType) -> bytearray:
+def _read(
+    pool: SourceFiles, held: Held, blocks: Sequence[Sequence[Copy]], dtype: DType
+) -> bytearray:
     """Read blocks one after the other into one buffer."""
     sizes = [sum(copy.numel for copy in copies) * dtype.itemsize for copies in blocks]
     buffer = bytearray(sum(sizes))
     view, at = memoryview(buffer), 0
     for copies, nbytes in zip(blocks, sizes, strict=True):
-        fill(pool, copies, view[at : at + nbytes])
+        fill(pool, copies, view[at : at + nbytes], held=held)
         at += nbytes
     return buffer
 

@@ -4,6 +4,7 @@ options     threads, memory, whether to verify
 execute     fill the windows of a plan, write them and read them back
 on_demand   files of a plan that are computed when they are read
 fill        read the copies of a window, one read for each run
+ahead       large requests, many in flight, where reads wait or ranges are small
 tiles       keep a computed tile between two reads, for computations that work tile by tile
 cast        strided copies and casts in memory
 compiled    the usual casts by a compiled module, which is optional

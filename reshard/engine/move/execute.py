@@ -13,8 +13,16 @@ from dataclasses import replace
 from pathlib import Path
 
 from reshard.core.dtypes import WIDEST
-from reshard.core.manifest import OutputFile, Skeleton, SourceFile
-from reshard.engine.move.fill import Filler
+from reshard.core.manifest import (
+    Literals,
+    OutputFile,
+    Skeleton,
+    SourceFile,
+    StoredChecksum,
+    patch_literals,
+)
+from reshard.engine.move.ahead import Held, ReadAhead
+from reshard.engine.move.fill import Filler, list_ranges
 from reshard.engine.move.options import MoveOptions
 from reshard.engine.move.outcome import Keep, Outcome, keep_in_memory
 from reshard.engine.move.records import check_record, compute_record_crc
@@ -72,7 +80,7 @@ def execute(
         # Several ranks and earlier runs may have read parts of one
         # record, so records are compared last.
         check_records(outcome.reads, sources, pool, options)
-        builder.store_checksums(select_share(team, target.files), outcome)
+        builder.finish(select_share(team, target.files), outcome)
         pool.check_unread(select_share(team, list_lasting(sources)))
     # The first rank must not go on before the others have stored their checksums.
     team.barrier()
@@ -121,11 +129,9 @@ class OutputBuilder:
         self._writer = FileWriter(files, verify=options.verify)
 
     def create(self, files: Iterable[OutputFile], *, is_new: bool = True) -> None:
-        """Create files of their full size and write their literals; see `OutputFiles.create`."""
+        """Create files of their full size; see `OutputFiles.create`."""
         for file in files:
             self._files.create(file, is_new=is_new)
-            for offset, data in file.literals:
-                self._writer.write(file.name, offset, memoryview(data))
 
     def fill(self, batches: Iterable[Batch], keep: Keep = keep_in_memory) -> Outcome:
         """Fill windows of files that exist already.
@@ -144,7 +150,7 @@ class OutputBuilder:
         def keep_copy(seen: Outcome) -> Outcome:
             after = keep(seen)
             if after is not seen:
-                # Only windows with checksums are needed again, by `store_checksums`.
+                # Only windows with checksums are needed again, by `finish`.
                 summed = Spans(span for span in seen.windows if span[3] is not None)
                 taken.append(replace(seen, windows=summed))
             return after
@@ -155,29 +161,64 @@ class OutputBuilder:
                 clamp=options.clamp,
                 read_bytes=options.read_bytes,
                 needs_checksum=self._checksums.has_source,
+                pace=ahead.pace,
             )
             writer = FileWriter(self._files, verify=options.verify)
             workers.append(_Worker(filler, writer, self._checksums, options.read_bytes, keep_copy))
             return workers[-1]
 
-        def done(batch: Batch) -> None:
-            options.progress(sum(window.nbytes for window in batch))
+        def done(item: tuple[Batch, Held]) -> None:
+            options.progress(sum(window.nbytes for window in item[0]))
 
-        parallel_for(batches, make_worker, options.workers, done)
+        ahead = ReadAhead[Batch](
+            self._pool,
+            lambda batch: list_ranges(_list_copies(batch), options.read_bytes),
+            nbytes=options.ahead_bytes,
+            workers=options.workers,
+        )
+        with ahead:
+            parallel_for(ahead.iterate(batches), make_worker, options.workers, done)
         outcome = Outcome()
         for seen in (*taken, *(worker.seen for worker in workers)):
             outcome.add(seen)
         return outcome
 
-    def store_checksums(self, files: Iterable[OutputFile], seen: Outcome) -> None:
-        """Write the CRCs that files store of their own records."""
+    def finish(self, files: Iterable[OutputFile], seen: Outcome) -> None:
+        """Write the literals of filled files, with the CRCs that they store of their records.
+
+        Args:
+            files: the files.
+            seen: the outcome of their windows.
+        """
         written = _list_written(seen, self._files)
         for file in files:
-            path = self._files.path(file.name)
-            for start, nbytes, locations in file.checksums:
+            path, literals, changes = self._files.path(file.name), list(file.literals), []
+            records = sorted(file.checksums)
+            for offset, part in _cut_to_records(literals, records):
+                written.put(path, offset, len(part), crc32(part))
+            for start, nbytes, locations in records:
                 crc = compute_record_crc(self._files, path, start, nbytes, written)
-                for location in locations:
-                    self._writer.write(file.name, location, memoryview(crc.to_bytes(4, "little")))
+                changes += [(location, crc.to_bytes(4, "little")) for location in locations]
+            for offset, data in patch_literals(literals, sorted(changes)):
+                self._writer.write(file.name, offset, memoryview(data))
+
+
+def _cut_to_records(
+    literals: Literals, records: Iterable[StoredChecksum]
+) -> Iterator[tuple[int, memoryview]]:
+    """Yield the parts of literals that are inside of records, with their byte offsets."""
+    more = iter(records)
+    record = next(more, None)
+    for offset, data in literals:
+        stop = offset + len(data)
+        while record is not None and record.byte_offset < stop:
+            end = record.byte_offset + record.nbytes
+            low, high = max(offset, record.byte_offset), min(stop, end)
+            if low < high:
+                yield low, memoryview(data)[low - offset : high - offset]
+            if end > stop:  # the next literal may have more of this record
+                break
+            record = next(more, None)
 
 
 class _FilesWithChecksums:
@@ -219,16 +260,21 @@ class _Worker:
         self._largest_block = min(_LARGEST_BLOCK, read_bytes)
         self._window = bytearray()
 
-    def __call__(self, batch: Batch) -> None:
-        self.filler.prefetch(batch)
+    def __call__(self, item: tuple[Batch, Held]) -> None:
+        batch, held = item
+        with held:
+            self.filler.held = held
+            self._fill_batch(batch)
+        self._record_in(self._keep(self.seen))
+
+    def _fill_batch(self, batch: Batch) -> None:
         # Only the bands of interleaved tensors are batches of several
         # windows, which read the same bytes.
         if len(batch) > 1:
-            self.filler.read_shared(copy for window in batch for copy in window.copies)
+            self.filler.read_shared(_list_copies(batch))
         for window in batch:
             self._fill(window)
         self.filler.flush_checksums()
-        self._record_in(self._keep(self.seen))
 
     def _record_in(self, seen: Outcome) -> None:
         """Record everything from now on in `seen`."""
@@ -262,8 +308,15 @@ class _Worker:
                     self._write(window.file, offset, block[:used])
                     used, offset = 0, offset + used
                     continue
-                self.filler.fill_run(copy, done, block[used : used + count * size])
-                used, done = used + count * size, done + count
+                into = block[used : used + count * size]
+                # A full block that was read ahead is written from where it lies.
+                held = self.filler.find_run(copy, done, count) if len(into) == len(block) else None
+                if held is None:
+                    self.filler.fill_run(copy, done, into)
+                    used, done = used + len(into), done + count
+                else:
+                    self._write(window.file, offset, held)
+                    offset, done = offset + len(held), done + count
         if used:
             self._write(window.file, offset, block[:used])
 
@@ -291,6 +344,10 @@ class _Worker:
         self._writer.write(name, offset, data)
         if self._crc is not None:
             self._crc = crc32(data, self._crc)
+
+
+def _list_copies(batch: Batch) -> Iterator[Copy]:
+    return (copy for window in batch for copy in window.copies)
 
 
 def check_records(

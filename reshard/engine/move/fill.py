@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from functools import cached_property
 from types import SimpleNamespace
 from typing import Any, TypeVar
@@ -12,16 +12,19 @@ from weakref import proxy
 from reshard.core.box import Index
 from reshard.core.dtypes import BFLOAT16
 from reshard.engine.move import compiled
+from reshard.engine.move.ahead import NOTHING, Held, Pace
 from reshard.engine.move.spans import Spans
-from reshard.engine.planning.copies import Copy, Window
+from reshard.engine.planning.copies import Copy
+from reshard.system import escaped
 from reshard.system.checksum import crc32
 from reshard.system.derived import Derived
 from reshard.system.files import SourceFiles
-from reshard.system.paths import is_remote
+from reshard.system.ranges import Range
 
 _Item = TypeVar("_Item")
 
 READ_BYTES = 4 << 20
+_TIMED = 64 << 10  # bytes; the time of a shorter read is not worth a measurement
 _SMALL_RUN = 32 << 10  # bytes; reading so many takes about as long as another system call
 _SPARSE = 4  # a read may fetch up to this many times the bytes that are used
 
@@ -33,6 +36,7 @@ def fill(
     *,
     read_bytes: int = READ_BYTES,
     reads: Spans | None = None,
+    held: Held = NOTHING,
 ) -> Counter[str]:
     """Fill a buffer in memory.
 
@@ -42,11 +46,13 @@ def fill(
         buffer: bytes, in the copies' target dtypes.
         read_bytes: upper limit of one read that needs a cast or has gaps, in bytes.
         reads: receives every range that is read from a file, with its checksum.
+        held: what was read ahead for these copies.
 
     Returns:
         For each fqn, the number of finite values that a cast made infinite.
     """
     filler = Filler(pool, read_bytes=read_bytes, needs_checksum=lambda _file: reads is not None)
+    filler.held = held
     if reads is not None:
         filler.reads = reads
     for copy in copies:
@@ -105,6 +111,7 @@ class Filler:
         clamp: see `cast.cast`.
         read_bytes: upper limit of one read that needs a cast or has gaps, in bytes.
         needs_checksum: returns whether ranges read from a file are put into ``reads``.
+        pace: receives how long the reads take.
     """
 
     def __init__(
@@ -114,7 +121,9 @@ class Filler:
         clamp: bool = False,
         read_bytes: int = READ_BYTES,
         needs_checksum: Callable[[str], bool],
+        pace: Pace | None = None,
     ) -> None:
+        self.held: Held = NOTHING  # what was read ahead for the copies at hand
         self.reads = Spans()
         self.overflowed: Counter[str] = Counter()  # fqn -> finite values made infinite
         self.flushed: Counter[str] = Counter()  # fqn -> values made zero
@@ -122,11 +131,11 @@ class Filler:
         self._clamp = clamp
         self._read_bytes = read_bytes
         self._needs_checksum = needs_checksum
+        self._pace = pace or Pace()
         self._files: set[str] = set()  # that were read since `take_files`
         self._last: dict[str, tuple[int, int, int]] = {}  # file -> byte offset, nbytes, crc
         self._buffer = bytearray()
         self._shared_buffer = bytearray()
-        self._prefetched: Sequence[tuple[str, int, int]] = ()
         self._shared: list[tuple[str, int, int, memoryview]] = []  # file, start, stop, its bytes
 
     def fill(self, copy: Copy, window: memoryview) -> None:
@@ -150,11 +159,16 @@ class Filler:
         if copy.is_plain:
             self.read_into(copy.file, offset, into)
             return
-        if self._fill_rounded(copy, offset, into) or self._read_cast(copy, offset, into):
+        if self._fill_rounded(copy, offset, into):
             return
         numel = len(into) // copy.target_dtype.itemsize
-        raw = self._get_buffer(numel * copy.dtype.itemsize)
-        self.read_into(copy.file, offset, raw)
+        nbytes = numel * copy.dtype.itemsize
+        raw = self.find_held(copy.file, offset, nbytes)
+        if raw is None:
+            if self._read_cast(copy, offset, into):
+                return
+            raw = self._get_buffer(nbytes)
+            self.read_into(copy.file, offset, raw)
         shape = (numel,)
         self._cast(copy, shape, raw, (copy.dtype.itemsize,), into, 0, (copy.target_dtype.itemsize,))
 
@@ -182,11 +196,12 @@ class Filler:
         start, nbytes, crc = offset, 0, None
         if self._needs_checksum(copy.file):
             start, nbytes, crc = self._continue_checksum(copy.file, offset)
-        read = compiled.read(
-            *(file.number, offset, into, copy.dtype, copy.target_dtype),
-            piece=self._get_buffer(compiled.PIECE_BYTES),
-            crc=crc,
-        )
+        with self._pace.measure():
+            read = compiled.read(
+                *(file.number, offset, into, copy.dtype, copy.target_dtype),
+                piece=self._get_buffer(compiled.PIECE_BYTES),
+                crc=crc,
+            )
         if read is None or (read[0] and self._clamp):
             return False
         overflowed, flushed, crc = read
@@ -209,15 +224,6 @@ class Filler:
             self.read_into(file, start, into)
             self._shared.append((file, start, stop, into))
 
-    def prefetch(self, windows: Iterable[Window]) -> None:
-        """Fetch with concurrent requests what the windows will read block by block from a store."""
-        runs = [copy for window in windows for copy in window.copies if copy.is_run]
-        if runs and is_remote(runs[0].file):
-            self._pool.drop(self._prefetched)
-            self._prefetched = self._pool.prefetch(
-                (copy.file, copy.byte_offset, copy.numel * copy.dtype.itemsize) for copy in runs
-            )
-
     @cached_property
     def _inner(self) -> _InnerFiles:
         return _InnerFiles(self)
@@ -227,6 +233,9 @@ class Filler:
         for name, start, stop, data in self._shared:
             if name == file and start <= offset and offset + nbytes <= stop:
                 return data[offset - start :][:nbytes]
+        held = self.find_held(file, offset, nbytes)
+        if held is not None:
+            return held
         raw = self._get_buffer(nbytes)
         self.read_into(file, offset, raw)
         return raw
@@ -312,11 +321,36 @@ class Filler:
             # in `_inner` that the next range of the same file needs.
             file.computation.read_into(self._inner, offset, into)
             return
+        held = self.find_held(file, offset, len(into))
+        if held is not None:
+            into[:] = held
+            return
+        if len(into) >= _TIMED:
+            with self._pace.measure():
+                self._pool.read_into(file, offset, into)
+        else:
+            self._pool.read_into(file, offset, into)
+        self._note_read(file, offset, into)
+
+    def find_run(self, copy: Copy, first: int, numel: int) -> memoryview | None:
+        """Return elements of a run that is moved unchanged, if they were read ahead."""
+        if not copy.is_plain:
+            return None
+        size = copy.dtype.itemsize
+        return self.find_held(copy.file, copy.byte_offset + first * size, numel * size)
+
+    def find_held(self, file: str, offset: int, nbytes: int) -> memoryview | None:
+        """Return a range that was read ahead, which counts as read now; None if it was not."""
+        held = self.held.find(file, offset, nbytes)
+        if held is not None:
+            self._note_read(file, offset, held)
+        return held
+
+    def _note_read(self, file: str, offset: int, data: memoryview) -> None:
         self._files.add(file)
-        self._pool.read_into(file, offset, into)
         if self._needs_checksum(file):
             start, nbytes, crc = self._continue_checksum(file, offset)
-            self._last[file] = start, nbytes + len(into), crc32(into, crc)
+            self._last[file] = start, nbytes + len(data), crc32(data, crc)
 
     def _continue_checksum(self, file: str, offset: int) -> tuple[int, int, int]:
         """Return the range that one at an offset continues: its start, its size, its checksum."""
@@ -327,6 +361,25 @@ class Filler:
                 return start, nbytes, crc
             self.reads.put(file, *last)
         return offset, 0, 0
+
+
+def list_ranges(copies: Iterable[Copy], read_bytes: int = READ_BYTES) -> list[Range]:
+    """Return the ranges of stored files that a filler reads for some copies, in any order.
+
+    Args:
+        copies: the copies.
+        read_bytes: as the filler's.
+    """
+    ranges: list[Range] = []
+    for copy in copies:
+        if isinstance(copy.file, Derived) or escaped.is_escaped(copy.file):
+            continue  # computed from ranges that only the computation knows
+        if copy.is_run:
+            ranges.append((copy.file, copy.byte_offset, copy.numel * copy.dtype.itemsize))
+        else:
+            parts = _split_copy(copy, read_bytes)
+            ranges += ((part.file, part.byte_offset, _compute_reach(part)) for part in parts)
+    return ranges
 
 
 def _span(shape: Index, strides: Index) -> int:

@@ -129,7 +129,7 @@ class Receipts(Unfinished[RemotePartial]):
             uploads.make_room(file)
             builder.create([file])
             part = builder.fill(batches)
-            builder.store_checksums([file], part)
+            builder.finish([file], part)
             uploads.send(file, partial(self.keep, file, part))
             # The windows were needed for the file's own checksums only.
             seen.add(replace(part, windows=Spans()))

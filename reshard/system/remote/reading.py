@@ -2,13 +2,12 @@
 
 Reading a header takes dozens of small reads close together, and each would be a round trip. They
 are answered from cached blocks of 256 KiB. If a reader knows in advance what it will read,
-`RemoteFiles.prefetch` fetches all of that concurrently.
+`RemoteFiles.fetch` gets all of that concurrently.
 """
 
 from __future__ import annotations
 
 import threading
-from bisect import bisect_right, insort
 from collections import OrderedDict
 from collections.abc import Iterable, Mapping, Sequence
 
@@ -171,7 +170,7 @@ def _refuse_changed(store: Store, url: str, version: FileVersion) -> None:
 
 
 class RemoteFiles:
-    """A pool of objects and of ranges that were fetched in advance; safe for threads.
+    """A pool of objects; safe for threads.
 
     Args:
         versions: the files by URL whose versions are fixed, as in `reshard.system.files`.
@@ -180,9 +179,6 @@ class RemoteFiles:
     def __init__(self, versions: Mapping[str, Versioned]) -> None:
         self._versions = versions
         self._files: dict[str, RemoteFile] = {}
-        self._kept: dict[str, dict[int, bytes]] = {}  # url -> offset -> bytes fetched in advance
-        self._starts: dict[str, list[int]] = {}  # url -> sorted offsets
-        self._lock = threading.Lock()
 
     def read_into(self, url: str, byte_offset: int, target: memoryview) -> None:
         """Fill the target with the bytes at ``byte_offset``.
@@ -190,8 +186,6 @@ class RemoteFiles:
         Raises:
             CorruptError, IncompleteError, ReshardError: as in `files.OpenFiles.read_into`.
         """
-        if url in self._kept and self._fill_from_kept(url, byte_offset, target):
-            return
         count = self.open(url).pread(target, byte_offset)
         if count < len(target):
             raise CorruptError(
@@ -237,43 +231,11 @@ class RemoteFiles:
             if info is not None and version is not None:
                 refuse_change(url, version, find_version(info))
 
-    def prefetch(self, ranges: list[Range]) -> list[Range]:
-        """Fetch ranges concurrently, and return them; they are kept until `drop`."""
-        if ranges:
-            store = find_store(ranges[0][0])
-            versions = [self.open(url).version for url, _, _ in ranges]
-            for span, data in zip(ranges, _fetch_ranges(store, ranges, versions), strict=True):
-                self._store(span, data)
-        return ranges
+    def fetch(self, ranges: Sequence[Range]) -> list[bytes]:
+        """Return the bytes of ranges, fetched concurrently.
 
-    def drop(self, kept: Iterable[Range]) -> None:
-        """Free ranges that `prefetch` has fetched."""
-        with self._lock:
-            for url, start, nbytes in kept:
-                # A longer range from the same offset may have replaced it in the meantime.
-                if len(self._kept.get(url, {}).get(start, b"")) == nbytes:
-                    del self._kept[url][start]
-                    self._starts[url].remove(start)
-
-    def _store(self, span: Range, data: bytes) -> None:
-        url, start, _ = span
-        with self._lock:
-            spans = self._kept.setdefault(url, {})
-            if start not in spans:
-                insort(self._starts.setdefault(url, []), start)
-            if len(data) > len(spans.get(start, b"")):
-                spans[start] = data
-
-    def _fill_from_kept(self, url: str, byte_offset: int, target: memoryview) -> bool:
-        """Fill the target from a kept range; return False if none contains all of it."""
-        with self._lock:
-            starts = self._starts[url]
-            at = bisect_right(starts, byte_offset) - 1
-            if at < 0:
-                return False
-            start, data = starts[at], self._kept[url][starts[at]]
-        first = byte_offset - start
-        if first + len(target) > len(data):
-            return False
-        target[:] = memoryview(data)[first : first + len(target)]
-        return True
+        Raises:
+            CorruptError, IncompleteError, ReshardError: as in `read_into`.
+        """
+        versions = [self.open(url).version for url, _, _ in ranges]
+        return _fetch_ranges(find_store(ranges[0][0]), ranges, versions)
