@@ -97,7 +97,7 @@ class Lab(Child):
     def __init__(self, directory: Path) -> None:
         super().__init__(directory, ["reshard.cli", "numpy", *list_modules(WARM)])
         torch.manual_seed(0)
-        torch.save({f"l.{i}.w": torch.randn(SHAPE) for i in range(36)}, directory / "x.pt")
+        torch.save({f"l.{i}.weight": torch.randn(SHAPE) for i in range(36)}, directory / "x.pt")
         (directory / "groups.json").write_text('[{"lr": 0.001}]')
         self.whole = {}
         for name, command in COMMANDS.items():

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 from pathlib import Path
 
 import pytest
@@ -296,31 +295,3 @@ def test_the_hugging_face_trainer_accepts_its_arguments(config, tmp_path, strate
     made = TrainingArguments(output_dir=str(tmp_path / "out"), use_cpu=True, **arguments)
     assert made.per_device_train_batch_size == 1
     assert bool(made.fsdp) == (strategy != "ddp")
-
-
-@pytest.mark.parametrize(
-    ("model", "axes"),
-    [
-        ("tiny-llama", {"tp": 2}),
-        ("tiny-llama", {"pp": 2}),
-        ("tiny-llama", {"tp": 2, "pp": 2}),
-        ("tiny-mixtral", {"ep": 2}),
-    ],
-    ids=str,
-)
-def test_cut_models_are_as_large_as_our_trainer_makes_them(model, axes):
-    """`--report-memory` measures the largest rank; without data parallelism nothing else is cut."""
-    from tests.trainer import worlds
-    from trainer.core.model_config import TINY
-
-    flags = [word for axis, size in axes.items() for word in (f"--{axis}", str(size))]
-    command = ["--report-memory", "--strategy", "fsdp2", "--model", model, "--accumulation", "2"]
-    printed = worlds.command(math.prod(axes.values()), [*command, *flags])
-    row = next(line for line in printed.splitlines() if line.startswith("fsdp2"))
-    parameters, gradients, optimizer = (int(word.replace(",", "")) for word in row.split()[-4:-1])
-    sizes = count_config(TINY[model] | {"vocab_size": 257}, model)
-    # The trainer's expert-parallel ranks see the same samples: one data-parallel rank for each.
-    share = take_share(sizes, Training(**axes))
-    assert parameters == pytest.approx(4 * share.numel, rel=0.01)
-    assert gradients == pytest.approx(4 * share.numel, rel=0.01)
-    assert optimizer == pytest.approx(8 * share.numel, rel=0.01)

@@ -13,6 +13,7 @@
     rank        one rank's files
     model       the parameters of a rank, if no file lists them
     share       the layers and experts of a model chunk
+    stated      what files state twice, by arguments and tensors or on every rank
     rank_states the states that ranks save beside tensors
     kept_states which of these states a conversion keeps
     legacy      the torch format: a folder for each rank

@@ -16,7 +16,7 @@ from reshard.system.remote.store import Store
 _PARTS_AT_ONCE = 16
 
 
-class _Part(io.RawIOBase):
+class _FilePart(io.RawIOBase):
     """A range of an open file as a stream; requests that are repeated read it again."""
 
     def __init__(self, descriptor: int, start: int, nbytes: int) -> None:
@@ -77,7 +77,7 @@ def upload_in_parts(
         async def upload_one(start: int) -> dict[str, Any]:
             async with limit:
                 check()
-                part = _Part(descriptor, start, min(part_nbytes, nbytes - start))
+                part = _FilePart(descriptor, start, min(part_nbytes, nbytes - start))
                 number = start // part_nbytes + 1
                 answer = await call("upload_part", UploadId=upload_id, PartNumber=number, Body=part)
                 return {"PartNumber": number, "ETag": answer["ETag"]}
