@@ -22,12 +22,14 @@ from reshard.core.box import Box, contiguous_cuts, flat_span
 from reshard.core.chunks import Chunk, group_by_box
 from reshard.core.dtypes import BFLOAT16, FLOAT32, DType
 from reshard.core.manifest import Entry, Key, Record, SourceFile
-from reshard.engine.move.fill import fill
+from reshard.engine.move.ahead import NOTHING, Held, ReadAhead
+from reshard.engine.move.fill import fill, list_ranges
 from reshard.engine.move.records import compute_record_crc
 from reshard.engine.move.spans import Spans
 from reshard.engine.planning.copies import CopyPlanner, Window
 from reshard.quantised.remainders import round_ties_as_stored
 from reshard.system.files import SourceFiles
+from reshard.system.ranges import Range
 from reshard.system.threads import parallel_for
 
 _EXACT = Tolerance()
@@ -121,22 +123,26 @@ def scan(
     *,
     workers: int,
     window_bytes: int,
+    ahead_bytes: int,
     progress: Callable[[int], None],
 ) -> ScanResult:
     """Read every tensor, then the other bytes that stored checksums cover.
 
     Args:
         window_bytes: half of the memory that a worker may use.
+        ahead_bytes: upper limit of the memory for what is read ahead.
         progress: called with the number of bytes read.
     """
     with SourceFiles(files) as pool:
         reader = _ScanReader(pool, files, block_bytes=2 * window_bytes // _BUFFERS)
-        parallel_for(
-            reader.items(tasks),
-            lambda: _ScanWorker(reader),
-            workers,
-            lambda item: progress(item.nbytes),
-        )
+        ahead = ReadAhead(pool, reader.list_ranges, nbytes=ahead_bytes, workers=workers)
+        with ahead:
+            parallel_for(
+                ahead.iterate(reader.items(tasks)),
+                lambda: _ScanWorker(reader),
+                workers,
+                lambda used: progress(used[0].nbytes),
+            )
         result = reader.result
         result.bytes_read = sum(task.nbytes for task in tasks)
         _check_records(result, files, pool, reader.reads, workers)
@@ -168,7 +174,18 @@ class _ScanReader:
         self._summed = {path for path, file in files.items() if file.has_checksums}
         self.lock = threading.Lock()
 
-    def fill(self, window: Window, buffer: bytearray) -> None:
+    def list_ranges(self, item: _Item) -> list[Range]:
+        """Return the ranges that an item reads; none for a tensor that is hashed as a whole."""
+        if item.task.digests:
+            return []
+        (box,) = item.boxes
+        windows = [item.blocks.plan_block(box, item.task.entry.dtype)]
+        for counterpart, planner in zip(item.task.counterparts, item.counterparts, strict=True):
+            windows.append(planner.plan_block(box, counterpart.entry.dtype))
+        copies = (copy for window in windows for copy in window.copies)
+        return list_ranges(copies, self._block_bytes)
+
+    def fill(self, window: Window, buffer: bytearray, held: Held) -> None:
         """Read a window, and compute checksums if its files store any."""
         reads = Spans() if any(c.file in self._summed for c in window.copies) else None
         fill(
@@ -177,6 +194,7 @@ class _ScanReader:
             memoryview(buffer),
             read_bytes=self._block_bytes,
             reads=reads,
+            held=held,
         )
         if reads is not None:
             with self.lock:
@@ -207,9 +225,15 @@ class _ScanWorker:
     def __init__(self, reader: _ScanReader) -> None:
         self._reader = reader
         self._buffers: dict[str, bytearray] = {}
+        self._held: Held = NOTHING
 
-    def __call__(self, item: _Item) -> None:
+    def __call__(self, used: tuple[_Item, Held]) -> None:
         """Read all blocks of an item."""
+        item, self._held = used
+        with self._held:
+            self._read(item)
+
+    def _read(self, item: _Item) -> None:
         task, result = item.task, self._reader.result
         hashes = {digest: start_hash(digest.algorithm) for digest in task.digests}
         facts = ElementFacts()
@@ -243,7 +267,7 @@ class _ScanWorker:
     def _read_block(self, name: str, blocks: CopyPlanner, entry: Entry, box: Box) -> bytearray:
         window = blocks.plan_block(box, entry.dtype)
         buffer = self._get_buffer(name, window.nbytes)
-        self._reader.fill(window, buffer)
+        self._reader.fill(window, buffer, self._held)
         return buffer
 
     def _cast(self, block: bytearray, dtype: DType, target: DType) -> tuple[bytearray, int]:

@@ -26,7 +26,12 @@ from tests.support import random_checkpoints
 
 def scanned(tasks, files, *, workers=2, window_bytes=1 << 20):
     return scan(
-        tasks, files, workers=workers, window_bytes=window_bytes, progress=lambda _nbytes: None
+        tasks,
+        files,
+        workers=workers,
+        window_bytes=window_bytes,
+        ahead_bytes=1 << 20,
+        progress=lambda _nbytes: None,
     )
 
 

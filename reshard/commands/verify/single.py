@@ -75,6 +75,7 @@ def run_deep_checks(
             manifest.files,
             workers=workers,
             window_bytes=window_bytes,
+            ahead_bytes=options.ahead_bytes,
             progress=progress,
         )
     report.bytes_read = seen.bytes_read

@@ -41,7 +41,7 @@ AHEAD_BYTES = _BUFFERS * _BUFFER_BYTES
 
 _LEAST_BYTES = 256 << 10  # a smaller buffer is not worth a thread
 _REQUEST_BYTES = 8 << 20
-_MOST_THREADS = 64
+_MOST_READERS = 64
 _MOST_RANGES = 1 << 14  # of a group, so that the planned copies take little memory
 _GROUP_BYTES = 8 << 20  # of the ranges that are compared, to see if some are small and adjacent
 _PROBES = 4  # reads of the first ranges, which show if reads wait
@@ -52,6 +52,7 @@ _SPARSE = 4  # times; ... and fetches at most so many times the bytes
 _LONG_WAIT = 0.0005  # seconds
 _MUCH = 4  # times
 _REMEMBERED = 16  # reads; on a busy machine, some of them wait for other threads
+_THREAD: int | None = getattr(resource, "RUSAGE_THREAD", None)
 _CHECK_SECONDS = 0.1  # between two looks for a signal
 
 
@@ -91,7 +92,9 @@ class _Usage(NamedTuple):
 
 
 def _read_usage() -> _Usage:
-    usage = resource.getrusage(resource.RUSAGE_THREAD)
+    if _THREAD is None:  # macOS does not count the waits of one thread: those of all are more
+        return _Usage(time.thread_time(), resource.getrusage(resource.RUSAGE_SELF).ru_nvcsw)
+    usage = resource.getrusage(_THREAD)
     return _Usage(usage.ru_utime + usage.ru_stime, usage.ru_nvcsw)
 
 
@@ -233,6 +236,7 @@ class ReadAhead(Generic[T]):
         self._requests: SimpleQueue[tuple[_Fetched, Request] | None] = SimpleQueue()
         self._unanswered = 0
         self._readers = 0
+        self._most_readers = _MOST_READERS
         self._threads = ThreadGroup()
         self._has_ended = False
 
@@ -305,11 +309,20 @@ class ReadAhead(Generic[T]):
             self._requests.put((group, request))
         with self._changed:
             self._unanswered += len(group.requests)
-            wanted = min(self._unanswered, _MOST_THREADS if self._is_slow else self._workers)
-        while self._readers < wanted:
-            self._threads.start(self._run, "reader")
-            self._readers += 1
+            wanted = min(self._unanswered, _MOST_READERS if self._is_slow else self._workers)
+        self._start_readers(wanted)
         return group
+
+    def _start_readers(self, wanted: int) -> None:
+        while self._readers < min(wanted, self._most_readers):
+            try:
+                self._threads.start(self._run, "reader")
+            except MemoryError:  # the system limits the threads of a user or a job
+                if not self._readers:
+                    raise
+                self._most_readers = self._readers
+            else:
+                self._readers += 1
 
     def _measure(self, ranges: Sequence[Range]) -> None:
         """Decide whether reads wait."""
