@@ -14,6 +14,8 @@ Modules beside the packages of the formats:
     values      the values of weights that files store as codes and scales
     placeholders
                 weights without elements, which ZeRO 3 leaves in a module
+    parameter_kinds
+                which weights are parameters, and which are buffers
     engines     known defects of the engines that load checkpoints
 """
 

@@ -19,7 +19,6 @@ Reading, shared by every format whose files hold nested state dicts:
 Writing:
 
     torch_state_dict   state dicts as torch builds them, before any tensor is sharded
-    parameter_kinds    which weights are parameters, and which are buffers
     sharded_writer     DTensor and ShardedTensor for their pickles
     slots              the tensors of one rank's file
 """

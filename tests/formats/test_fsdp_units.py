@@ -12,7 +12,7 @@ from reshard.core.dtypes import BY_NAME, FLOAT32
 from reshard.core.manifest import PARAM, Entry, Manifest, Origin, index_entries
 from reshard.errors import UnsupportedError
 from reshard.formats.fsdp import flat_units
-from reshard.state_dict.parameter_kinds import build_is_divided
+from reshard.formats.parameter_kinds import build_is_divided
 
 
 def members(*names):

@@ -21,6 +21,7 @@ from reshard.core.stamps import Save
 from reshard.errors import IncompleteError, UnsupportedError, UsageError
 from reshard.formats import placeholders, run
 from reshard.formats.base import Conversion, StateConversion, Writer
+from reshard.formats.parameter_kinds import mark_buffers
 from reshard.formats.request import Request
 from reshard.layouts.mesh import MeshGrid
 from reshard.layouts.model_parallel.sizes import Sizes
@@ -33,7 +34,6 @@ from reshard.model.order import (
 )
 from reshard.naming.options import NameOptions, Naming
 from reshard.naming.published import ModelConfig, choose_form, may_be_published
-from reshard.state_dict.parameter_kinds import mark_buffers
 from reshard.state_dict.torch_state_dict import refuse_unwritable_hyper
 from reshard.system.derived import Derived
 from reshard.system.files import SourceFiles

@@ -214,7 +214,7 @@ class Native(_DeepSpeedWriter):
             IncompleteError: nothing states the order of the model's parameters.
         """
         from reshard.formats.deepspeed import write
-        from reshard.state_dict.parameter_kinds import mark_buffers
+        from reshard.formats.parameter_kinds import mark_buffers
 
         if not state.manifest.ordered and not request.weights_only:
             raise IncompleteError(

@@ -28,12 +28,12 @@ from reshard.formats.fsdp.rank_files import (
     assign_files,
     lay_out_extras,
 )
+from reshard.formats.parameter_kinds import build_is_divided
 from reshard.formats.request import Request
 from reshard.formats.trainers.accelerate import lay_out_accelerate_extras
 from reshard.layouts.mesh import MeshGrid, MeshPlacements
 from reshard.model import ModelShapes
 from reshard.state_dict import torch_state_dict
-from reshard.state_dict.parameter_kinds import build_is_divided
 from reshard.state_dict.slots import RankSharder, WholeSlots, build_whole_slot
 from reshard.state_dict.torch_state_dict import Value
 from reshard.training.state import WritableState

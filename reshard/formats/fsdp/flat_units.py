@@ -11,11 +11,11 @@ from reshard.core.box import flat_span, run_boxes
 from reshard.core.dtypes import DType
 from reshard.core.manifest import Entry
 from reshard.errors import IncompleteError, UnsupportedError, UsageError
+from reshard.formats.parameter_kinds import build_is_divided
 from reshard.layouts import flat_param
 from reshard.layouts.partition import compute_equal_piece
 from reshard.model import ModelShapes, Unit
 from reshard.state_dict import torch_state_dict
-from reshard.state_dict.parameter_kinds import build_is_divided
 from reshard.state_dict.sharded_writer import build_sharded_tensor
 from reshard.training.state import Weight, WritableState
 

@@ -24,13 +24,13 @@ from reshard.containers.pickles.canonical import Canonicalizer
 from reshard.core.manifest import Keyed, Skeleton
 from reshard.core.stamps import Stamp
 from reshard.errors import UsageError
+from reshard.formats.parameter_kinds import build_is_divided
 from reshard.formats.request import Request
 from reshard.formats.trainers.accelerate import lay_out_accelerate_extras
 from reshard.layouts.mesh import MeshGrid, MeshPlacements, find_sharded_dims
 from reshard.layouts.partition import Cut
 from reshard.layouts.tensor_parallel import TensorPlan, find_cuts
 from reshard.state_dict import torch_state_dict
-from reshard.state_dict.parameter_kinds import build_is_divided
 from reshard.state_dict.sections import TRAIN_STATE
 from reshard.state_dict.slots import RankFileLayouts, WholeSlots
 from reshard.state_dict.torch_state_dict import Value

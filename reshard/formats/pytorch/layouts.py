@@ -16,6 +16,7 @@ from reshard.formats import registry
 from reshard.formats.dcp import saved_keys
 from reshard.formats.dcp import writer as dcp
 from reshard.formats.fsdp import flat_files, rank_files
+from reshard.formats.parameter_kinds import build_is_divided
 from reshard.formats.pytorch.directory import FILE, NAME
 from reshard.formats.request import Request
 from reshard.formats.trainers import accelerate, hf_param_groups, hf_trainer
@@ -24,7 +25,6 @@ from reshard.layouts.tensor_parallel import TensorPlan
 from reshard.model import ModelShapes
 from reshard.state_dict import torch_state_dict
 from reshard.state_dict.optimizers.numbering import can_name_groups
-from reshard.state_dict.parameter_kinds import build_is_divided
 from reshard.state_dict.slots import WholeSlots
 from reshard.training import copied_files, schedules, trainer_run
 from reshard.training.state import (

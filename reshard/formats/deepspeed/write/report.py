@@ -16,7 +16,7 @@ from reshard.formats.deepspeed.write.universal import (
     find_common_hyper,
     find_new_slots,
 )
-from reshard.state_dict.parameter_kinds import marks_buffers
+from reshard.formats.parameter_kinds import marks_buffers
 from reshard.training import loss_scale, optimizers
 from reshard.training.state import WritableState, collect_slot_names, describe_lost_state
 from reshard.units import counted, some
