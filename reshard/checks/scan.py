@@ -152,12 +152,14 @@ def scan(
 
 @dataclass(frozen=True, slots=True)
 class _Item:
-    """Blocks of one tensor that one worker reads in order, with the planners of their copies."""
+    """Blocks of one tensor that one worker reads in order.
+
+    Args:
+        blocks: the box of each, and the windows that read it and its counterparts.
+    """
 
     task: Task
-    blocks: CopyPlanner
-    counterparts: tuple[CopyPlanner, ...]
-    boxes: Iterable[Box]
+    blocks: Iterable[tuple[Box, Sequence[Window]]]
     nbytes: int
 
 
@@ -178,10 +180,7 @@ class _ScanReader:
         """Return the ranges that an item reads; none for a tensor that is hashed as a whole."""
         if item.task.digests:
             return []
-        (box,) = item.boxes
-        windows = [item.blocks.plan_block(box, item.task.entry.dtype)]
-        for counterpart, planner in zip(item.task.counterparts, item.counterparts, strict=True):
-            windows.append(planner.plan_block(box, counterpart.entry.dtype))
+        windows = (window for _, planned in item.blocks for window in planned)
         copies = (copy for window in windows for copy in window.copies)
         return list_ranges(copies, self._block_bytes)
 
@@ -207,16 +206,20 @@ class _ScanReader:
                 task.entry.dtype.itemsize, *(r.entry.dtype.itemsize for r in task.counterparts), 1
             )
             cuts = contiguous_cuts(task.entry.shape, max(self._block_bytes // widest, 1))
-            blocks = CopyPlanner(task.entry)
-            counterparts = tuple(
-                CopyPlanner(counterpart.entry) for counterpart in task.counterparts
-            )
+            blocks = _plan_blocks(task, cuts)
             if task.digests:
-                yield _Item(task, blocks, counterparts, cuts, task.nbytes)
+                yield _Item(task, blocks, task.nbytes)
                 continue
             per_element = task.nbytes // max(task.entry.numel, 1)
-            for box in cuts:
-                yield _Item(task, blocks, counterparts, (box,), box.volume * per_element)
+            for block in blocks:
+                yield _Item(task, (block,), block[0].volume * per_element)
+
+
+def _plan_blocks(task: Task, cuts: Iterable[Box]) -> Iterator[tuple[Box, list[Window]]]:
+    entries = [task.entry, *(counterpart.entry for counterpart in task.counterparts)]
+    planners = [(CopyPlanner(entry), entry.dtype) for entry in entries]
+    for box in cuts:
+        yield box, [planner.plan_block(box, dtype) for planner, dtype in planners]
 
 
 class _ScanWorker:
@@ -237,13 +240,13 @@ class _ScanWorker:
         task, result = item.task, self._reader.result
         hashes = {digest: start_hash(digest.algorithm) for digest in task.digests}
         facts = ElementFacts()
-        for box in item.boxes:
+        for box, (own, *others) in item.blocks:
             start = flat_span(box, task.entry.shape)[0]
-            block = self._read_block("block", item.blocks, task.entry, box)
+            block = self._read_block("block", own)
             seen = examine(block, task.entry.dtype, start, signs=task.signs)
             facts.add(seen)
-            for counterpart, planner in zip(task.counterparts, item.counterparts, strict=True):
-                other = self._read_block("other", planner, counterpart.entry, box)
+            for counterpart, window in zip(task.counterparts, others, strict=True):
+                other = self._read_block("other", window)
                 self._compare(task.entry, counterpart, block, other, start, seen)
             for dtype in dict.fromkeys(digest.dtype for digest in hashes):
                 content = self._cast(block, task.entry.dtype, dtype)[0]
@@ -264,8 +267,7 @@ class _ScanWorker:
             self._buffers[name] = bytearray(nbytes)
         return self._buffers[name]
 
-    def _read_block(self, name: str, blocks: CopyPlanner, entry: Entry, box: Box) -> bytearray:
-        window = blocks.plan_block(box, entry.dtype)
+    def _read_block(self, name: str, window: Window) -> bytearray:
         buffer = self._get_buffer(name, window.nbytes)
         self._reader.fill(window, buffer, self._held)
         return buffer
