@@ -349,14 +349,7 @@ class _DataFiles:
     def add_copies(self, value: CopiedTensor) -> _PlacedTensor:
         """Add the blocks of a tensor of the source, with the bytes of their items."""
         placed = [self.add_copy(item, number) for number, (_, item) in enumerate(value.blocks)]
-        return _PlacedTensor(
-            value.dtype,
-            value.shape,
-            [each.file for each in placed],
-            [box for box, _ in value.blocks],
-            [each.start for each in placed],
-            [each.nbytes for each in placed],
-        )
+        return _PlacedTensor.join(value, [box for box, _ in value.blocks], placed)
 
     def add_copy(self, item: Entry, number: int = 0) -> _PlacedObject:
         """Add the bytes of an item of the source to one of the files."""
@@ -371,14 +364,7 @@ class _DataFiles:
         """Add the blocks of a tensor, all to one file."""
         slots = [Slot(storage, box.shape) for box, storage in value.pieces]
         placed = [self.add_object(slot, value.number) for slot in slots]
-        return _PlacedTensor(
-            value.dtype,
-            value.shape,
-            [each.file for each in placed],
-            [box for box, _ in value.pieces],
-            [each.start for each in placed],
-            [each.nbytes for each in placed],
-        )
+        return _PlacedTensor.join(value, [box for box, _ in value.pieces], placed)
 
     def add_object(self, value: Any, number: int = 0) -> _PlacedObject:
         """Add a pickled object, or a tensor, to one of the files."""
@@ -442,6 +428,23 @@ class _PlacedTensor:
     boxes: Sequence[Box]
     starts: Sequence[int]
     sizes: Sequence[int]
+
+    @classmethod
+    def join(
+        cls,
+        tensor: CopiedTensor | PiecedTensor,
+        boxes: Sequence[Box],
+        placed: Sequence[_PlacedObject],
+    ) -> _PlacedTensor:
+        """Return a tensor each of whose blocks is stored as an object."""
+        return cls(
+            tensor.dtype,
+            tensor.shape,
+            [each.file for each in placed],
+            boxes,
+            [each.start for each in placed],
+            [each.nbytes for each in placed],
+        )
 
 
 @dataclass(frozen=True, slots=True)
