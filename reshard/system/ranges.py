@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import threading
 from bisect import bisect_right, insort
 from collections.abc import Iterable, Iterator
@@ -31,6 +32,33 @@ def merge_ranges(ranges: Iterable[Range], gap: int = _GAP) -> Iterator[Range]:
         last = (path, offset, nbytes)
     if last is not None:
         yield last
+
+
+class RangeStream(io.RawIOBase):
+    """A stream for reading, with a position in bytes of a known number; a subclass reads them."""
+
+    def __init__(self, nbytes: int) -> None:
+        super().__init__()
+        self._nbytes = nbytes
+        self._at = 0
+
+    def readable(self) -> bool:
+        """Return True."""
+        return True
+
+    def seekable(self) -> bool:
+        """Return True."""
+        return True
+
+    def tell(self) -> int:
+        """Return the position."""
+        return self._at
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        """Move the position as `io.IOBase.seek` does; return it."""
+        start = {io.SEEK_SET: 0, io.SEEK_CUR: self._at, io.SEEK_END: self._nbytes}[whence]
+        self._at = start + offset
+        return self._at
 
 
 class FetchedRanges:

@@ -28,6 +28,7 @@ from reshard.engine.move.spans import Spans
 from reshard.engine.planning.planner import Plan, WindowPart
 from reshard.errors import DifferentError, IncompleteError
 from reshard.system.files import SourceFiles
+from reshard.system.ranges import RangeStream
 from reshard.system.threads import parallel_for
 from reshard.units import counted
 from reshard.version import __version__
@@ -338,33 +339,18 @@ class OnDemandFiles:
         return self._crcs[key]
 
 
-class _RawFile(io.RawIOBase):
+class _RawFile(RangeStream):
     """One file for reading, with a position; made by `OnDemandFiles.open`."""
 
     def __init__(self, files: OnDemandFiles, name: str, nbytes: int, *, checks: bool) -> None:
-        super().__init__()
+        super().__init__(nbytes)
         self._checks = checks
         self.name = name
         self._files = files
-        self._nbytes = nbytes
-        self._at = 0
-
-    def readable(self) -> bool:
-        """Return True."""
-        return True
-
-    def seekable(self) -> bool:
-        """Return True."""
-        return True
 
     def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
-        """Move the position as `io.IOBase.seek` does; return it."""
-        base = {io.SEEK_SET: 0, io.SEEK_CUR: self._at, io.SEEK_END: self._nbytes}[whence]
-        self._at = max(base + offset, 0)
-        return self._at
-
-    def tell(self) -> int:
-        """Return the position."""
+        """Move the position as `io.IOBase.seek` does, but not before the start; return it."""
+        self._at = max(super().seek(offset, whence), 0)
         return self._at
 
     def readinto(self, buffer: WriteableBuffer) -> int:

@@ -3,45 +3,29 @@
 from __future__ import annotations
 
 import asyncio
-import io
 import os
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+from reshard.system.ranges import RangeStream
 from reshard.system.remote.attempts import attempt_patiently
 from reshard.system.remote.store import Store
 
 _PARTS_AT_ONCE = 16
 
 
-class _FilePart(io.RawIOBase):
+class _FilePart(RangeStream):
     """A range of an open file as a stream; requests that are repeated read it again."""
 
     def __init__(self, descriptor: int, start: int, nbytes: int) -> None:
-        super().__init__()
+        super().__init__(nbytes)
         self._descriptor = descriptor
         self._start = start
-        self._nbytes = nbytes
-        self._at = 0
 
     def __len__(self) -> int:
         return self._nbytes
-
-    def readable(self) -> bool:
-        return True
-
-    def seekable(self) -> bool:
-        return True
-
-    def tell(self) -> int:
-        return self._at
-
-    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
-        start = {io.SEEK_SET: 0, io.SEEK_CUR: self._at, io.SEEK_END: self._nbytes}[whence]
-        self._at = start + offset
-        return self._at
 
     def read(self, size: int | None = -1) -> bytes:
         left = max(0, self._nbytes - self._at)

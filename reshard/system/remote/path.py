@@ -17,6 +17,7 @@ from pathlib import PosixPath
 from typing import Any, NoReturn
 
 from reshard.errors import IncompleteError, UsageError
+from reshard.system.ranges import RangeStream
 from reshard.system.remote import reading
 from reshard.system.remote.attempts import attempt
 from reshard.system.remote.store import Info, Store, get_modification_time, get_store, get_version
@@ -198,32 +199,16 @@ class RemotePath(PosixPath):
     rename = replace = unlink = rmdir = touch = symlink_to = hardlink_to = _refused
 
 
-class _ObjectStream(io.RawIOBase):
+class _ObjectStream(RangeStream):
     """A stream over the ranged reads of an object."""
 
     def __init__(self, path: RemotePath) -> None:
-        super().__init__()
-        self._size = path.stat().st_size
+        super().__init__(path.stat().st_size)
         self._file = reading.RemoteFile(str(path))
-        self._at = 0
-
-    def readable(self) -> bool:
-        return True
-
-    def seekable(self) -> bool:
-        return True
-
-    def tell(self) -> int:
-        return self._at
-
-    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
-        start = {io.SEEK_SET: 0, io.SEEK_CUR: self._at, io.SEEK_END: self._size}[whence]
-        self._at = start + offset
-        return self._at
 
     def readinto(self, buffer: Any) -> int:
         target = memoryview(buffer).cast("B")
-        target = target[: max(0, min(len(target), self._size - self._at))]
+        target = target[: max(0, min(len(target), self._nbytes - self._at))]
         count = self._file.pread(target, self._at) if target else 0
         self._at += count
         return count
