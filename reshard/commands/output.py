@@ -142,7 +142,8 @@ def forecast_job(job: Job[R], output: Path, options: OutputOptions) -> Forecast:
     from reshard.commands.forecast import forecast
 
     workers, _ = options.budget()
-    # A worker has a window and a read buffer of the same size. Read ahead is only what waits.
+    # A worker has a window and a read buffer of the same size. Reads may turn out to
+    # wait, and then bytes are read ahead.
     buffer_bytes = workers * (2 * job.plan.window_bytes + job.worker_nbytes)
     buffer_bytes += min(options.ahead_bytes, job.report.bytes_read)
     return forecast(

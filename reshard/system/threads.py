@@ -12,7 +12,6 @@ import time
 import weakref
 from collections.abc import Callable, Iterable, Mapping
 from queue import Empty, SimpleQueue
-from types import TracebackType
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from reshard.system import signals
@@ -47,15 +46,10 @@ class ThreadGroup:
         self._signals.__enter__()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         for thread in self._threads:
             thread.join()
-        self._signals.__exit__(kind, error, trace)
+        self._signals.__exit__(*cast("tuple[Any, Any, Any]", error))
 
     def start(self, act: Callable[[], object], name: str = "worker") -> None:
         """Start a thread that calls `act`.

@@ -18,7 +18,6 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import cycle
 from queue import SimpleQueue
-from types import TracebackType
 from typing import TYPE_CHECKING, Generic, NamedTuple, TypeVar
 
 from reshard.errors import ReshardError
@@ -47,8 +46,8 @@ _GROUP_BYTES = 8 << 20  # of the ranges that are compared, to see if some are sm
 _PROBES = 4  # reads of the first ranges, which show if reads wait
 _PROBE_BYTES = 128 << 10
 _SMALL = 32 << 10  # bytes; to read so many takes about as long as a system call
-_FEWER = 4  # times; small ranges are fetched together if that takes so many reads less
-_SPARSE = 4  # times; ... and fetches at most so many times the bytes
+_FEWER = 4  # times; small ranges are fetched together if that makes the reads so many times fewer
+_SPARSE = 4  # times; and if that fetches at most so many times the bytes that are used
 _LONG_WAIT = 0.0005  # seconds
 _MUCH = 4  # times
 _REMEMBERED = 16  # reads; on a busy machine, some of them wait for other threads
@@ -57,7 +56,7 @@ _CHECK_SECONDS = 0.1  # between two looks for a signal
 
 
 class Pace:
-    """Whether reads wait for a network or a disk, or copy from memory."""
+    """A measurement: whether reads wait for a network or a disk, or copy from memory."""
 
     def __init__(self) -> None:
         self._waited: deque[bool] = deque(maxlen=_REMEMBERED)  # each of the last reads
@@ -85,7 +84,7 @@ class Pace:
 
 
 class _Usage(NamedTuple):
-    """Of this thread: its CPU seconds, and how often it gave up its core to wait."""
+    """The CPU seconds of this thread, and how often it gave up its core to wait."""
 
     cpu: float
     waits: int
@@ -99,17 +98,12 @@ def _read_usage() -> _Usage:
 
 
 class Held:
-    """What was read ahead for an item: nothing. Its `with` block surrounds the use of the item."""
+    """The bytes that were read ahead for an item, which is used in a `with` block; here, none."""
 
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_error: object) -> None:
         pass
 
     def find(self, file: str, byte_offset: int, nbytes: int) -> memoryview | None:  # noqa: ARG002
@@ -244,16 +238,11 @@ class ReadAhead(Generic[T]):
         self._threads.__enter__()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self._has_ended = True
         for _ in range(self._readers):
             self._requests.put(None)
-        self._threads.__exit__(kind, error, trace)
+        self._threads.__exit__(*error)
 
     def iterate(self, items: Iterable[T]) -> Iterator[tuple[T, Held]]:
         """Yield every item with what was read for it; the next one may be asked for at once."""

@@ -8,7 +8,6 @@ import threading
 from collections.abc import Callable, Collection
 from functools import partial
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 from reshard.core.manifest import OutputFile
@@ -52,16 +51,11 @@ class Uploads(ThreadGroup):
         self._pending: dict[str, int] = {}
         self._stop = threading.Event()
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         """Stop the uploads after an error instead of completing them."""
-        if kind is not None:
+        if error[0] is not None:
             self._stop.set()
-        super().__exit__(kind, error, trace)
+        super().__exit__(*error)
 
     def reserve(self, files: Collection[OutputFile]) -> None:
         """Check that the local disk has room for two files of the largest size.
