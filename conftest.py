@@ -13,7 +13,7 @@ from tests.support import combinations
 from trainer.cores import avoid_preemption
 
 # pytest would import them for doctests: megatron-core warns, and DeepSpeed may be missing.
-collect_ignore_glob = ["reshard/testing/megatron/*.py", "tests/trainer/bare_*.py"]
+collect_ignore_glob = ["tests/support/megatron/*.py", "tests/trainer/bare_*.py"]
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

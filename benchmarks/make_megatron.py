@@ -28,7 +28,7 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=12)
     parser.add_argument("--vocab", type=int, default=32000)
     args = parser.parse_args()
-    from reshard.testing.megatron.cpu import replace_cuda, replace_gpu_modules
+    from tests.support.megatron.cpu import replace_cuda, replace_gpu_modules
 
     replace_cuda()
     import torch.distributed as dist

@@ -76,7 +76,7 @@ def plain(source: Path, output: Path) -> None:
 def convert(source: Path, output: Path) -> None:
     root = Path(os.environ["RESHARD_MEGATRON"])
     sys.path.append(str(Path(__file__).resolve().parents[1]))  # where the tests lie
-    from reshard.testing.megatron.cpu import replace_cuda
+    from tests.support.megatron.cpu import replace_cuda
 
     replace_cuda()
     sys.path[:0] = [str(root), str(root / "tools" / "checkpoint")]

@@ -232,8 +232,7 @@ def test_nothing_heavy_is_imported_at_the_top_of_a_module():
         for module, tree in modules("reshard").items()
         for target in imported(tree, top_level=True)
         if target.split(".")[0] in HEAVY
-        # the users of these have imported torch, or Megatron
-        and not module.startswith(("reshard.live.dcp.", "reshard.testing.megatron."))
+        and not module.startswith("reshard.live.dcp.")  # its users have imported torch
         and module not in WITH_NUMPY
     }
     assert heavy == set()
@@ -255,9 +254,6 @@ def test_no_module_uses_pickle_or_runs_code():
         ("reshard.commands.demo", "importlib.util"),  # finds torch and transformers
         ("reshard.live.safe_load", "pickle"),  # the error of torch.load(weights_only=True)
         ("reshard.model.build", "pkgutil"),  # --model module:factory runs the user's own code
-        ("reshard.testing.megatron.__main__", "importlib.util"),  # finds megatron-core
-        ("reshard.testing.megatron.ranks", "subprocess"),  # starts its own worker process
-        ("reshard.testing.megatron.worker", "importlib"),  # a module of its own, after stand-ins
         ("reshard.commands.programs", "subprocess"),  # resume-check starts the user's own program
     }
     used = {
@@ -300,7 +296,6 @@ def test_only_one_module_makes_a_path_of_text():
     made = {
         module
         for module, tree in modules("reshard").items()
-        if not module.startswith("reshard.testing.megatron.")
         for node in ast.walk(tree)
         for child in ast.iter_child_nodes(node)
         if isinstance(child, ast.Call)

@@ -1,8 +1,4 @@
-"""Tests for authors of formats and of model families.
-
-formats  the conformance kit for formats: ``from reshard.testing import Example, check_format``
-megatron  proof of a model family with Megatron-core: ``python -m reshard.testing.megatron CONFIG``
-"""
+"""The conformance kit for authors of formats: ``from reshard.testing import check_format``."""
 
 from reshard.testing.formats import Example, check_format
 

@@ -1,4 +1,4 @@
-"""Families of models between Hugging Face and Megatron, proved by `reshard.testing.megatron`."""
+"""Families of models between Hugging Face and Megatron, proved by `tests.support.megatron`."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from transformers import AutoConfig, AutoModelForCausalLM
 import reshard
 from reshard.errors import UsageError
 from reshard.layouts.model_parallel.families import load_families, read_config
-from reshard.testing.megatron import models
-from reshard.testing.megatron import proof as families
 from tests.support import combinations
+from tests.support.megatron import models
+from tests.support.megatron import proof as families
 
 pytestmark = pytest.mark.slow
 

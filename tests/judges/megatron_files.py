@@ -25,11 +25,11 @@ from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShard
 from megatron.core.enums import ModelType
 from megatron.core.transformer.enums import AttnBackend
 
-from reshard.testing.megatron.core import TRACKER, find_rank_directory, load_legacy
 from tests.judges.megatron_cases import FAMILIES, MULTIPLE, SEQUENCE, SHARDING, Case
 from tests.judges.megatron_data import SAMPLES, choose_micro_batch
 from tests.judges.megatron_models import COMMON, DTYPES, SEED
 from tests.judges.megatron_run import DECAY, LR, Run
+from tests.support.megatron.core import TRACKER, find_rank_directory, load_legacy
 
 
 def save(run: Run, place: Path, form: str, *, no_save_optim: bool = False) -> None:

@@ -25,9 +25,9 @@ from megatron.core.transformer.module import Float16Module
 from megatron.core.transformer.moe import moe_layer
 from megatron.core.transformer.moe.experts import SequentialMLP
 
-from reshard.testing.megatron import fused
-from reshard.testing.megatron.core import LatentCore
 from tests.judges.megatron_cases import FAMILIES, SEQUENCE
+from tests.support.megatron import fused
+from tests.support.megatron.core import LatentCore
 
 if TYPE_CHECKING:
     from tests.judges.megatron_cases import Case, Grid

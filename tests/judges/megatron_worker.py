@@ -97,7 +97,7 @@ def _on_one_rank(job: ranks.Job, case: Case) -> dict[str, Any]:
 
 def preload(jobs: list[ranks.Job]) -> dict[str, str]:
     """Import everything once. Returns case -> why Megatron-core cannot be imported here."""
-    from reshard.testing.megatron.cpu import replace_cuda, replace_gpu_modules
+    from tests.support.megatron.cpu import replace_cuda, replace_gpu_modules
 
     try:
         importlib.import_module("torch")

@@ -9,6 +9,7 @@ Modules:
     forked: starts programs as forks of one process that has imported what they need.
     guides: runs the commands and the Python code of README and docs/start.
     large_manifests: manifests of runs with thousands of ranks, computed without files.
+    megatron: proves a model family with Megatron-core: ``python -m tests.support.megatron CONFIG``.
     model_configs: configurations of models whose memory was measured on a GPU.
     object_stores: servers of S3 and Google's store behind a proxy that injects network faults.
     package_contents: compares the wheel and the source distribution with the source tree.

@@ -30,9 +30,9 @@ from reshard import api
 from reshard.containers.yaml_files import parse_yaml
 from reshard.errors import ReshardError
 from reshard.layouts.model_parallel import config_keys, families
-from reshard.testing.megatron import models, mtp
-from reshard.testing.megatron.models import Sources
-from reshard.testing.megatron.ranks import LoadJob, run_jobs
+from tests.support.megatron import models, mtp
+from tests.support.megatron.models import Sources
+from tests.support.megatron.ranks import LoadJob, run_jobs
 
 NEAR = 2e-5  # of the largest logit: sums in another order
 PROVED, FAILED, REFUSED = "proved", "failed", "refused"

@@ -20,7 +20,7 @@ from torch.distributed.checkpoint.state_dict import get_state_dict
 from torch.distributed.checkpoint.state_dict_saver import save
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
 
-from reshard.testing.megatron import mtp
+from tests.support.megatron import mtp
 
 SEED, SPREAD = 7, 0.08
 STEPS = 1  # of Adam

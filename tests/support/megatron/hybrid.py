@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.nn import functional as F  # noqa: N812 - everybody's name for it
 
-from reshard.testing.megatron import cpu
+from tests.support.megatron import cpu
 
 if TYPE_CHECKING:
     from argparse import Namespace
@@ -118,7 +118,7 @@ def _specify_layers() -> Any:
         TransformerLayerSubmodules,
     )
 
-    from reshard.testing.megatron.fused import Core, FusedSpecProvider, NormThenLinear
+    from tests.support.megatron.fused import Core, FusedSpecProvider, NormThenLinear
 
     attention = SelfAttentionSubmodules(
         linear_qkv=NormThenLinear, core_attention=Core, linear_proj=RowParallelLinear

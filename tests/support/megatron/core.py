@@ -47,7 +47,7 @@ from megatron.core.transformer import (
 from megatron.core.transformer.dot_product_attention import DotProductAttention
 from torch.nn import functional as F  # noqa: N812 - everybody's name for it
 
-from reshard.testing.megatron import delta, hybrid
+from tests.support.megatron import delta, hybrid
 
 ON_CPU = {
     "use_cpu_initialization": True,
@@ -275,8 +275,8 @@ class LatentCore(DotProductAttention):
     def __init__(
         self,
         *args: Any,
-        k_channels: int = 0,  # noqa: ARG002 - the config states the sizes of keys and values
-        v_channels: int = 0,  # noqa: ARG002
+        k_channels: int = 0,  # the config states the sizes of keys and values
+        v_channels: int = 0,
         **options: Any,
     ) -> None:
         super().__init__(*args, **options)

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from reshard.testing.megatron import cpu
+from tests.support.megatron import cpu
 
 
 def replace_kernels() -> None:
@@ -42,7 +42,7 @@ def make_layer_spec(config: Any) -> Any:
     from megatron.core.models.gpt import experimental_attention_variant_module_specs as variants
     from megatron.core.models.gpt import gpt_layer_specs
 
-    from reshard.testing.megatron.fused import FusedSpecProvider
+    from tests.support.megatron.fused import FusedSpecProvider
 
     variants.TESpecProvider = FusedSpecProvider
     gpt_layer_specs.TESpecProvider = FusedSpecProvider

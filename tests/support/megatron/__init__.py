@@ -1,6 +1,6 @@
 """Prove that a family of models goes from Hugging Face to Megatron and back.
 
-    python -m reshard.testing.megatron [--work DIR] [--rules FILE] [CONFIG ...]
+    python -m tests.support.megatron [--work DIR] [--rules FILE] [CONFIG ...]
 
 It needs megatron-core and transformers, and no GPU.
 

@@ -1,4 +1,4 @@
-"""``python -m reshard.testing.megatron``: the command line of the proof; see the package."""
+"""``python -m tests.support.megatron``: the command line of the proof; see the package."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from reshard.testing.megatron.proof import Proof
+    from tests.support.megatron.proof import Proof
 
 NOT_RUN = 6  # the exit code of `reshard.errors.NotRunError`
 _HEAD = "| model type | result | grids, or why not |"
@@ -24,9 +24,9 @@ _EPILOG = """The exit code is 0 if all configurations are proved, 1 if a step fa
 failed and reshard refused a configuration, and 6 if megatron-core is not installed.
 
 examples:
-  python -m reshard.testing.megatron path/to/config.json
-  python -m reshard.testing.megatron qwen3 '{"model_type": "phi3", "sliding_window": 2047}'
-  python -m reshard.testing.megatron --rules family.yaml path/to/config.json
+  python -m tests.support.megatron path/to/config.json
+  python -m tests.support.megatron qwen3 '{"model_type": "phi3", "sliding_window": 2047}'
+  python -m tests.support.megatron --rules family.yaml path/to/config.json
 """
 
 
@@ -38,7 +38,7 @@ def main() -> int:
         return NOT_RUN
     from transformers.utils import logging
 
-    from reshard.testing.megatron import proof
+    from tests.support.megatron import proof
 
     logging.disable_progress_bar()
     logging.set_verbosity_error()  # it warns about layers of multi-token prediction
@@ -62,7 +62,7 @@ def main() -> int:
 
 def _parse_command_line() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
-        prog="python -m reshard.testing.megatron",
+        prog="python -m tests.support.megatron",
         description="Prove that a family of models goes from Hugging Face to Megatron and back.",
         epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -83,7 +83,7 @@ def write_table(proofs: Iterable[Proof], page: str) -> str:
 
     The rows of other configurations stay as they are.
     """
-    from reshard.testing.megatron.proof import CONFIGS
+    from tests.support.megatron.proof import CONFIGS
 
     by_config = {config: name for name, config in CONFIGS.items()}
     text, _, table = page.partition(_HEAD)

@@ -1,6 +1,6 @@
 """The worker process of a proof, whose forks load checkpoints into Megatron-core as ranks.
 
-``python -m reshard.testing.megatron.worker JOBS``; see `ranks`.
+``python -m tests.support.megatron.worker JOBS``; see `ranks`.
 """
 
 from __future__ import annotations
@@ -14,17 +14,17 @@ import warnings
 from datetime import timedelta
 from pathlib import Path
 
-from reshard.testing.megatron.ranks import FAILED, FOUND, LIMIT_S, LoadJob
+from tests.support.megatron.ranks import FAILED, FOUND, LIMIT_S, LoadJob
 
 
 def serve(jobs: list[LoadJob]) -> None:
     """Run the jobs one after the other; the ranks of each are forks of this process."""
-    from reshard.testing.megatron import cpu, delta
+    from tests.support.megatron import cpu, delta
 
     cpu.replace_cuda()
     delta.replace_kernels()
     # Imported before the forks, so that not every rank needs the seconds of the import.
-    for module in ("reshard.testing.megatron.core", "torch._dynamo"):
+    for module in ("tests.support.megatron.core", "torch._dynamo"):
         importlib.import_module(module)
     cpu.replace_gpu_modules()
     for job in jobs:
@@ -64,7 +64,7 @@ def load_checkpoint(rank: int, job: LoadJob) -> None:
     """
     import torch
 
-    from reshard.testing.megatron import core
+    from tests.support.megatron import core
 
     warnings.simplefilter("ignore")
     _join_group(job, rank)

@@ -73,7 +73,7 @@ def _run_worker(jobs: Sequence[LoadJob], place: Path) -> str:
     with log.open("w") as output:
         # A session of its own, so that `os.killpg` ends the ranks that the worker forked as well.
         worker = subprocess.Popen(
-            [sys.executable, "-m", "reshard.testing.megatron.worker", str(listed)],
+            [sys.executable, "-m", "tests.support.megatron.worker", str(listed)],
             env=_make_environment(),
             stdout=output,
             stderr=output,

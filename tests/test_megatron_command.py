@@ -1,4 +1,4 @@
-"""The command line of `reshard.testing.megatron`; `tests/judged/test_families.py` runs proofs."""
+"""The command line of `tests.support.megatron`; `tests/judged/test_families.py` runs proofs."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import importlib.util
 import subprocess
 import sys
 
-from reshard.testing.megatron import __main__ as command
+from tests.support.megatron import __main__ as command
 
 
 def test_it_says_that_megatron_core_is_missing(monkeypatch, capsys):
@@ -18,7 +18,7 @@ def test_it_says_that_megatron_core_is_missing(monkeypatch, capsys):
 
 def test_help_imports_no_framework():
     done = subprocess.run(
-        [sys.executable, "-X", "importtime", "-m", "reshard.testing.megatron", "--help"],
+        [sys.executable, "-X", "importtime", "-m", "tests.support.megatron", "--help"],
         check=True,
         capture_output=True,
         text=True,
