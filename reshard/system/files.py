@@ -349,10 +349,9 @@ class Section:
         self.nbytes = nbytes
         self._pool = pool
         self._read = partial(pool.read, path)
-        (_, first), (tail, left) = self.find_ends(start, nbytes)
-        self._head = self._read(start, first)
-        self._tail_offset = tail - start
-        self._tail = self._read(tail, left) if left else b""
+        ends = self.find_ends(start, nbytes)
+        self._head, self._tail = map_files(ends, lambda end: self._read(*end) if end[1] else b"")
+        self._tail_offset = ends[1][0] - start
 
     @property
     def version(self) -> FileVersion:
@@ -551,6 +550,9 @@ def read_small_file(path: str | Path, most: int = MAX_DOCUMENT) -> bytes:
             f"has {nbytes} bytes, but files of this kind have at most {most}",
             "check that this is the right file and that it was not altered",
         )
+    if nbytes and not is_remote(str(path)):
+        # `read_bytes` also reads once behind the end: one more round trip.
+        return Descriptor(str(path), os.O_RDONLY | os.O_CLOEXEC).read(0, nbytes)
     try:
         return as_path(path).read_bytes()
     except OSError as error:

@@ -29,6 +29,7 @@ _LONG_WAIT = 0.002  # seconds; files of a local disk that are cached take a tent
 _MUCH = 4  # times; on a busy machine, a thread also waits for a core
 _MOST_TIMED = 64  # files whose time is measured together
 _READERS = 16  # threads that wait for a file system or an object store
+_KNOWN_SECONDS = 2.0  # a busy machine may look like a network, and threads then cost time
 
 
 class ThreadGroup:
@@ -198,11 +199,18 @@ def parallel_map(items: Iterable[T], act: Callable[[T], R], most: int) -> list[R
     return [results[number] for number in range(len(waiting))]
 
 
+class _Waits:
+    """What `map_files` has measured in this process."""
+
+    known_until = 0.0  # seconds of `time.monotonic`; until then, files are known to wait
+
+
 def map_files(items: Iterable[T], act: Callable[[T], R]) -> list[R]:
     """Return `act` of every item, in order, where `act` reads the structure of a file.
 
-    On a network, opening a file takes several round trips. So if the first calls wait much longer
-    than they compute, threads make the others. Local files are read faster without threads.
+    On a network, opening a file takes several round trips. So once calls have waited much longer
+    than they compute, threads make the others, and for a moment those of other lists. Local files
+    are read faster without threads.
 
     Raises:
         Exception: what `act` raises for the first of the items for which it raises an error.
@@ -210,13 +218,15 @@ def map_files(items: Iterable[T], act: Callable[[T], R]) -> list[R]:
     waiting = list(items)
     results: list[R] = []
     waited = computed = 0.0
-    while len(results) < len(waiting) and waited < max(_LONG_WAIT, _MUCH * computed):
+    while len(results) < len(waiting) and time.monotonic() >= _Waits.known_until:
         start = len(results)
         started, cpu_before = time.perf_counter(), time.thread_time()
         results += map(act, waiting[start : start + min(start + 1, _MOST_TIMED)])
         cpu = time.thread_time() - cpu_before
         computed += cpu
         waited += time.perf_counter() - started - cpu
+        if waited >= max(_LONG_WAIT, _MUCH * computed):
+            _Waits.known_until = time.monotonic() + _KNOWN_SECONDS
     errors: dict[int, Exception] = {}
 
     def attempt(number: int) -> R | None:

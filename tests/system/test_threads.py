@@ -9,6 +9,7 @@ import time
 
 import pytest
 
+from reshard.system import threads as threads_module
 from reshard.system.threads import ThreadGroup, count_cores, map_files, parallel_for
 
 start = _thread.start_new_thread
@@ -58,6 +59,11 @@ def test_ranks_share_the_cores_of_a_machine(machine, usable, ranks, each, monkey
     assert count_cores(ranks) == each
 
 
+@pytest.fixture(autouse=True)
+def _forget_waits(monkeypatch):
+    monkeypatch.setattr(threads_module._Waits, "known_until", 0.0)
+
+
 def test_files_of_a_local_disk_are_read_without_threads(monkeypatch):
     monkeypatch.setattr(time, "perf_counter", time.thread_time)  # no call waits
     threads = map_files(range(100), lambda _number: threading.get_ident())
@@ -72,6 +78,16 @@ def test_files_that_wait_for_a_network_are_read_in_threads():
     results = map_files(range(40), read)
     assert [number for number, _ in results] == list(range(40))
     assert len({thread for _, thread in results}) > 1
+    assert threading.get_ident() not in {thread for _, thread in map_files(range(2), read)}
+
+
+def test_files_are_measured_again_after_a_moment(monkeypatch):
+    """One wait of a busy machine must not cost a long process all later reads."""
+    now = time.monotonic()
+    map_files([0.005], time.sleep)
+    monkeypatch.setattr(time, "monotonic", lambda: now + 3)
+    monkeypatch.setattr(time, "perf_counter", time.thread_time)  # no call waits
+    assert set(map_files(range(9), lambda _: threading.get_ident())) == {threading.get_ident()}
 
 
 def test_the_error_of_the_first_damaged_file_is_raised():

@@ -16,7 +16,7 @@ import time
 from bisect import bisect_right
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from itertools import cycle
+from itertools import cycle, islice
 from queue import SimpleQueue
 from typing import TYPE_CHECKING, Generic, NamedTuple, TypeVar
 
@@ -25,7 +25,7 @@ from reshard.system import signals
 from reshard.system.files import SourceFiles
 from reshard.system.paths import is_remote
 from reshard.system.ranges import Range, merge_ranges
-from reshard.system.threads import ThreadGroup
+from reshard.system.threads import ThreadGroup, map_files
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -321,11 +321,14 @@ class ReadAhead(Generic[T]):
             self._is_slow = True
             return
         if not self.pace.is_measured:
-            for _, (file, start, nbytes) in zip(range(_PROBES), cycle(ranges)):
-                local = self._pool.open(file)
-                with self.pace.measure():
-                    local.read(start, min(nbytes, _PROBE_BYTES))
+            map_files(islice(cycle(ranges), _PROBES), self._probe)
         self._is_slow = self.pace.is_slow
+
+    def _probe(self, place: Range) -> None:
+        file, start, nbytes = place
+        local = self._pool.open(file)
+        with self.pace.measure():
+            local.read(start, min(nbytes, _PROBE_BYTES))
 
     def _has_buffer(self) -> bool:
         return bool(self._free or self._unmade)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from reshard.containers.pickles.objects import SCHEDULER
@@ -22,6 +23,7 @@ from reshard.formats.deepspeed.states import (
 from reshard.state_dict.optimizers.hyper_parameters import read_hyper
 from reshard.state_dict.own_values import keep_own_values
 from reshard.state_dict.plain_values import to_plain
+from reshard.system.threads import map_files_by_key
 from reshard.training.optimizers import SETTINGS
 
 # Keys that DeepSpeed 0.3 to 0.19 itself writes into model states. All others are from the
@@ -229,7 +231,10 @@ def read_steps(ranks: Sequence[OptimizerStates], shapes: Shapes) -> dict[str, fl
     for index, members in enumerate(shapes):
         step = require_equal(
             f"the optimizer step of group {index}",
-            read_by_file(ranks, lambda rank, i=index: _read_step(rank, i)),  # type: ignore[misc]
+            map_files_by_key(
+                {rank.file.path: rank for rank in ranks},
+                partial(_read_step, index=index),
+            ),
         )
         if step is not None:
             steps.update(dict.fromkeys(members, step))
