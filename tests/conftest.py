@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import os
-from pathlib import Path
 
 import hypothesis
 import pytest
@@ -13,16 +12,15 @@ hypothesis.settings.register_profile("busy", deadline=None)  # a busy machine mu
 hypothesis.settings.load_profile("busy")
 os.environ["OMP_NUM_THREADS"] = "1"  # processes that tests start inherit it
 os.environ["LOCAL_SIZE"] = "1"  # or DeepSpeed on CPUs runs numactl for each bucket of gradients
-JUDGED = Path(__file__).parent / "judged"
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark every test under `tests/judged` as `judge`, and let the longest files begin.
+    """Mark every test in a folder ``judged`` as `judge`, and let the longest files begin.
 
     Workers take whole files (``--dist loadfile``): a long one at the end would leave a worker idle.
     """
     for item in items:
-        if JUDGED in item.path.parents:
+        if "judged" in item.path.parts:
             item.add_marker("judge")
     slow = {item.path for item in items if item.get_closest_marker("slow")}
     judged = {item.path for item in items if item.get_closest_marker("judge")}

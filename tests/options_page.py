@@ -7,7 +7,7 @@ from pathlib import Path
 import click
 
 from reshard.cli import cli
-from reshard.formats.registry import list_writers_using
+from reshard.formats.registry import list_built_in_writers_using
 from reshard.options import options_of
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "options.md"
@@ -49,7 +49,11 @@ def _row(option, command, commands):
     keyword = f"{option.within}.{option.name}" if option.within else option.name
     keyword += "=False" if option.is_negated else ""
     taken = "all" if len(commands) == len(_COMMANDS) else ", ".join(commands)
-    targets = list_writers_using(option.name) if "split" in commands or len(commands) == 1 else []
+    targets = (
+        list_built_in_writers_using(option.name)
+        if "split" in commands or len(commands) == 1
+        else []
+    )
     used = f" Used by --to {', '.join(targets)}." if targets else ""
     cells = (
         f"`{_spelling(option, command)}`",

@@ -94,6 +94,7 @@ def shown(text):
 
 
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+PAGES += sorted(ROOT.glob("plugins/*/README.md"))
 
 
 @pytest.mark.parametrize("path", PAGES, ids=lambda path: path.name)
@@ -109,7 +110,9 @@ def test_every_command_shown_exists_with_its_options(path):
 @pytest.mark.parametrize("path", PAGES, ids=lambda path: path.name)
 def test_every_file_of_the_tree_that_a_page_names_exists(path):
     files = set(
-        re.findall(r"(?<![\w/-])(?:tests|docs|examples|benchmarks)/[\w./-]+", path.read_text())
+        re.findall(
+            r"(?<![\w/-])(?:tests|docs|examples|benchmarks|plugins)/[\w./-]+", path.read_text()
+        )
     )
     assert {name for name in files if not (ROOT / name.rstrip(".")).exists()} == set()
 

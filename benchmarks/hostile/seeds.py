@@ -20,7 +20,7 @@ _KEPT = (
     "tests/data/megatron/*/ckpt",
     "tests/data/megatron_deepspeed/*/run",
     "tests/data/meta/*",
-    "tests/data/nanotron/*/ckpt",
+    "plugins/nanotron/tests/data/*/ckpt",
     "tests/data/torchtitan/*/ckpt",
     "tests/data/verl/*/ckpt",
 )

@@ -79,8 +79,8 @@ _MEGATRON = (
 )
 _OTHERS = (
     Target("meta", "tests/data/meta/llama_mp2"),
-    Target("nanotron", "tests/data/nanotron/zero_tp2pp2dp2/ckpt"),
-    Target("nanotron_plain", "tests/data/nanotron/llama_pp2/ckpt"),
+    Target("nanotron", "plugins/nanotron/tests/data/zero_tp2pp2dp2/ckpt"),
+    Target("nanotron_plain", "plugins/nanotron/tests/data/llama_pp2/ckpt"),
     Target("colossalai", "tests/data/colossalai/pipeline/ckpt"),
     Target("colossalai_plain", "tests/data/colossalai/plain/ckpt"),
     Target("fairscale", "tests/data/fairscale/fairscale_flat/ckpt"),

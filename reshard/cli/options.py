@@ -93,15 +93,29 @@ class _ClickOption(click.Option):
     """An option under the title of its section.
 
     Args:
-        writers: the targets that use it; empty if all of them do.
+        field: the name of the declared option.
+        writers: the built-in targets that use it; empty if all targets do.
         is_common: whether the short help lists it.
     """
 
     def __init__(
-        self, *names: str, section: str, writers: Sequence[str], is_common: bool, **declared: Any
+        self,
+        *names: str,
+        field: str,
+        section: str,
+        writers: Sequence[str],
+        is_common: bool,
+        **declared: Any,
     ) -> None:
         super().__init__(names, **declared)
-        self.section, self.writers, self.is_common = section, writers, is_common
+        self.section, self.is_common = section, is_common
+        self._field, self.writers = field, writers
+
+    def is_used_by(self, target: str) -> bool:
+        """Return whether a target uses the option, which not all of them do."""
+        from reshard.formats.registry import list_writers_using
+
+        return bool(self.writers) and target in list_writers_using(self._field)
 
 
 class Command(click.Command):
@@ -259,7 +273,7 @@ def _find_section(param: click.Option, target: str | None) -> str:
     """Return the section of the short help for an option; empty if it is not there."""
     if not isinstance(param, _ClickOption):
         return _REST
-    if target is not None and target in param.writers:
+    if target is not None and param.is_used_by(target):
         return f"Options of --to {target}"
     return _COMMON if param.is_common and not (target and param.writers) else ""
 
@@ -274,10 +288,10 @@ def _find_target(arguments: Sequence[str]) -> str | None:
 
 
 def _make_options(kind: type[Options], required: Sequence[str]) -> Iterator[click.Option]:
-    from reshard.formats.registry import list_writers_using
+    from reshard.formats.registry import list_built_in_writers_using
 
     declared_options = options_of(kind)
-    writers = {each.name: list_writers_using(each.name) for each in declared_options}
+    writers = {each.name: list_built_in_writers_using(each.name) for each in declared_options}
     users = _list_targets_of_groups(declared_options, writers)
     for each in declared_options:
         title = each.declared.group + users.get(each.declared.group, "")
@@ -325,6 +339,7 @@ def _make_option(
     return _ClickOption(
         *flags,
         _name_value(option),
+        field=option.name,
         section=section,
         writers=writers,
         is_common=declared.is_common or is_required,

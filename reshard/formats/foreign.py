@@ -1,4 +1,4 @@
-"""Refuse the checkpoints of libraries that reshard does not read, by the names of their files.
+"""Refuse the checkpoints of libraries that reshard does not read itself, by their files' names.
 
 Sources: fairseq2 0.8.1 ``checkpoint/manager.py``; OLMo 0.6.0 ``checkpoint.py``; torchsnapshot 0.1.0
 ``snapshot.py``; Orbax 0.12 ``checkpoint/_src/metadata``; PaddleNLP 2.8
@@ -15,11 +15,13 @@ from typing import NamedTuple
 from reshard.containers.json_files import read_json_object
 from reshard.core.location import Location
 from reshard.errors import CorruptError, UnsupportedError
+from reshard.formats import registry
 
 _FAIRSEQ2 = "pp_00/tp_00/sdp_00.pt"
 _SHARD = re.compile(r"sdp_\d+\.pt")
 _ORBAX = ("_CHECKPOINT_METADATA", "manifest.ocdbt", "_METADATA")
 _SNAPSHOT = ".snapshot_metadata"
+_NANOTRON = "checkpoint_metadata.json"
 _PADDLE = re.compile(r"master_weights(-\d+-of-\d+)?\.safetensors")
 _TO_TORCH = "load it with the library, and save it with torch.save"
 
@@ -30,11 +32,13 @@ class _Library(NamedTuple):
     Args:
         text: what its checkpoint is.
         saved: returns whether the library saved the files of a directory.
+        format: the format that reads them, if another package adds it.
     """
 
     text: str
     advice: str
     saved: Callable[[Location], bool]
+    format: str = ""
 
 
 def _is_of_fairseq2(location: Location) -> bool:
@@ -52,6 +56,12 @@ def _is_of_olmo(location: Location) -> bool:
     files = [f"{folder}/rank0.pt" for folder in ("model", "optim", "train")]
     is_local = "metadata.yaml" in location.files and not location.chosen
     return is_local and all(map(location.find_nested, files))
+
+
+def _is_of_nanotron(location: Location) -> bool:
+    """Return whether there are a description and a folder for each module of a ``model``."""
+    folder = location.folders.get("model") if _NANOTRON in location.files else None
+    return folder is not None and "model" in folder.folders
 
 
 def _is_of_paddle(location: Location) -> bool:
@@ -98,15 +108,21 @@ _LIBRARIES = (
         " safetensors as they are stored",
         _is_of_paddle,
     ),
+    _Library(
+        "is a checkpoint of nanotron, which the package reshard-nanotron reads",
+        "pip install reshard-nanotron",
+        _is_of_nanotron,
+        format="nanotron",
+    ),
 )
 
 
 def refuse(location: Location) -> None:
-    """Refuse a directory in which a library that reshard does not read has saved a checkpoint.
+    """Refuse a directory in which a library saved a checkpoint that no installed format reads.
 
     Raises:
         UnsupportedError: naming the library.
     """
     for library in _LIBRARIES:
-        if library.saved(location):
+        if library.saved(location) and registry.find_format(library.format) is None:
             raise UnsupportedError(location, library.text, library.advice)

@@ -12,8 +12,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import cache
-from itertools import chain
-from typing import TYPE_CHECKING
+from itertools import chain, takewhile
 
 from reshard.core.location import Location
 from reshard.core.manifest import Manifest
@@ -21,13 +20,10 @@ from reshard.errors import UsageError
 from reshard.formats.base import Format, ReadHints, Source, Writer
 from reshard.system.paths import as_path
 
-if TYPE_CHECKING:
-    from importlib.metadata import EntryPoint
-
 ENTRY_POINTS = "reshard.formats"
 MODEL = "huggingface"  # the format of a model's files, which `merge` writes
 # More particular formats come first: the first one that detects a checkpoint reads it.
-_PACKAGES = ("deepspeed", "megatron", "meta", "nanotron", "colossalai", "pytorch", MODEL)
+_PACKAGES = ("deepspeed", "megatron", "meta", "colossalai", "pytorch", MODEL)
 _UNKNOWN = Source()
 _ADDED: list[Format] = []
 
@@ -69,28 +65,30 @@ def add_format(added: Format) -> Iterator[None]:
 def _load_extensions() -> tuple[Format, ...]:
     """Return the formats that installed packages declare.
 
-    The import of importlib.metadata takes longer than the reading of a small checkpoint, so it is
-    imported only if the metadata of some package names the group.
+    Their metadata is read here: to import importlib.metadata takes longer than to read a small
+    checkpoint.
     """
-    if not any(map(_names_group, sys.path)):
-        return ()
-    from importlib.metadata import entry_points
-
-    return tuple(map(_load_extension, entry_points(group=ENTRY_POINTS)))
+    declared = dict.fromkeys(chain.from_iterable(map(_list_declared, sys.path)))
+    return tuple(_load_extension(name, target) for name, target in declared)
 
 
-def _names_group(folder: str) -> bool:
-    """Return whether a package in a folder of ``sys.path`` declares entry points of the group."""
+def _list_declared(folder: str) -> Iterator[tuple[str, str]]:
+    """Yield (name, "module:object") of the group's entry points in a folder of ``sys.path``."""
     # An empty entry of ``sys.path`` stands for the working directory.
-    declared = as_path(folder or ".").glob("*-info/entry_points.txt")
-    return any(ENTRY_POINTS.encode() in path.read_bytes() for path in declared)
+    for path in as_path(folder or ".").glob("*-info/entry_points.txt"):
+        _, _, text = path.read_bytes().partition(f"[{ENTRY_POINTS}]\n".encode())
+        lines = takewhile(lambda line: not line.startswith("["), text.decode().splitlines())
+        for name, is_one, target in (line.partition("=") for line in lines):
+            if is_one and not name.startswith("#"):
+                yield name.strip(), target.strip()
 
 
-def _load_extension(entry_point: EntryPoint) -> Format:
-    where = f"entry point {entry_point.name!r} of {ENTRY_POINTS}"
+def _load_extension(name: str, target: str) -> Format:
+    where = f"entry point {name!r} of {ENTRY_POINTS}"
     advice = "repair or uninstall the package that declares it"
+    module, _, attribute = target.partition(":")
     try:
-        loaded = entry_point.load()
+        loaded = getattr(importlib.import_module(module), attribute)
     except Exception as error:  # whatever the import of a stranger's package raises
         raise UsageError(where, f"cannot be imported: {error}", advice) from error
     if not isinstance(loaded, Format):
@@ -148,8 +146,12 @@ def list_built_in_writers() -> dict[str, Writer]:
 
 def list_writers_using(option: str) -> list[str]:
     """Return the layouts that use an option; empty for one that all of them use."""
-    writers = list_built_in_writers().values()
-    return [writer.name for writer in writers if option in writer.options]
+    return [writer.name for writer in list_writers().values() if option in writer.options]
+
+
+def list_built_in_writers_using(option: str) -> list[str]:
+    """Return those of this project that use an option."""
+    return [writer.name for writer in list_built_in_writers().values() if option in writer.options]
 
 
 def find_writer(name: str) -> Writer:
@@ -193,7 +195,7 @@ def _detects_loosely(candidate: Format, location: Location) -> bool:
 def _is_claimed(candidate: Format, location: Location) -> bool:
     """Return whether a format is not looked for, since a run of another format is there."""
     return candidate.yields_to_runs and any(
-        each.claims is not None and each.claims(location) for each in list_built_in_formats()
+        each.claims is not None and each.claims(location) for each in _iterate_formats()
     )
 
 
@@ -206,7 +208,12 @@ def _find_strictly(location: Location) -> Iterator[Format]:
 
 
 def _find_loosely(location: Location) -> Iterator[Format]:
-    yield from (each for each in list_built_in_formats() if _detects_loosely(each, location))
+    yield from (each for each in _iterate_formats() if _detects_loosely(each, location))
+
+
+def detects_extension(location: Location) -> bool:
+    """Return whether a format of another package detects a checkpoint at a location."""
+    return any(_detects(each, location) for each in _list_extensions())
 
 
 def is_loose(location: Location) -> bool:

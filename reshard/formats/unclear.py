@@ -48,13 +48,20 @@ _FOREIGN = {
 def refuse_one_of_many(location: Location) -> None:
     """Refuse a file that its name states to be one of several.
 
+    Another package's format may give its files such names, and reads them.
+
     Raises:
         IncompleteError: a shard of a Hugging Face model, given without its index.
         UnsupportedError: one rank's file of a format that is not read yet; torchtune's old shards.
     """
-    # nanotron names a rank's file like a shard: ``..._tp-rank-0-of-2.safetensors``.
-    if registry.detects("nanotron", location):
-        return
+    try:
+        _refuse_by_name(location)
+    except (IncompleteError, UnsupportedError):
+        if not registry.detects_extension(location):
+            raise
+
+
+def _refuse_by_name(location: Location) -> None:
     names = [location.chosen] if location.chosen else []
     shard = _SHARD.search(location.chosen or "")
     if not location.chosen and huggingface.find_index(location) is None:

@@ -33,7 +33,7 @@ class ModelNames(NamedTuple):
             by default.
         describe: returns what a checkpoint states about its model; None if it states nothing.
         spelling: returns the spelling of a table's names in a checkpoint; None: the usual one.
-        table: name of the table of the format's own names.
+        table: name of the table of the format's own names, or another package's file of one.
         family: returns the model's family under the format's own names; None if the family follows
             from the traits.
         of_own_models: whether the names are those of the format's own models, which programs that
@@ -43,7 +43,7 @@ class ModelNames(NamedTuple):
     describe: Callable[[Manifest], Traits | None]
     may_differ: Callable[[Manifest], bool] = _always
     spelling: Callable[[Manifest], str | None] = _no_spelling
-    table: str = "megatron"
+    table: str | Path = "megatron"
     family: Callable[[Traits], Family] | None = None
     of_own_models: bool = False
 

@@ -24,7 +24,6 @@ MEGATRON = DATA / "megatron/llama_tp2pp2/ckpt"
 OPTIMIZERS = "*_optim_states.pt"
 SOUND = [
     *sorted(DATA.glob("deepspeed_*/*/run")),
-    *sorted(DATA.glob("nanotron/*/ckpt")),
     *sorted(DATA.glob("colossalai/*/ckpt")),
     *sorted(DATA.glob("megatron*/*/ckpt")),
     *sorted(DATA.glob("megatron*/*/torch*")),

@@ -14,7 +14,7 @@ from reshard.formats import registry
 
 OWN = {"epoch": 3, "args": Namespace(seed=1, table=torch.ones(3)), "queue": [1, 2]}
 VALUES = ["epoch", "args", "queue", "step", "scheduler", "loss scaler"]
-NOT_FOR_ANY_MODEL = {"ds-universal", "megatron", "meta", "nanotron", "trainer"}
+NOT_FOR_ANY_MODEL = {"ds-universal", "megatron", "meta", "trainer"}
 WRITERS = sorted(set(registry.list_built_in_writers()) - NOT_FOR_ANY_MODEL)
 
 

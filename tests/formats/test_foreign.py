@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import pickle
+from pathlib import Path
 
 import pytest
 import torch
@@ -12,6 +13,9 @@ from safetensors.torch import save_file
 
 import reshard
 from reshard.errors import UnsupportedError
+from reshard.formats import registry
+
+ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.mark.parametrize(
@@ -55,6 +59,15 @@ def test_a_library_is_named(tmp_path, name, place, files):
         with pytest.raises(UnsupportedError, match=f"of {name}") as caught:
             reshard.inspect(path)
         assert caught.value.remedy
+
+
+def test_a_format_of_a_package_that_is_not_installed_is_named(monkeypatch):
+    monkeypatch.setattr(registry, "_load_extensions", tuple)
+    run = ROOT / "plugins" / "nanotron" / "tests" / "data" / "llama_pp2" / "ckpt"
+    for path in (run, run / "3"):
+        with pytest.raises(UnsupportedError, match="of nanotron, which the package") as caught:
+            reshard.inspect(path)
+        assert caught.value.remedy == "pip install reshard-nanotron"
 
 
 def test_weights_of_paddlenlp_are_not_taken_for_those_of_transformers(tmp_path):

@@ -24,7 +24,7 @@ from tests.support import forked
 ROOT = Path(__file__).parents[2]
 DATA = ROOT / "tests" / "data"
 LLAMA = ROOT / "examples" / "llama-zero3-4ranks"
-REMOVABLE = ("deepspeed", "megatron", "meta", "nanotron", "colossalai")
+REMOVABLE = ("deepspeed", "megatron", "meta", "colossalai")
 FORMATS = {each.name: each for each in registry.list_built_in_formats()}
 
 
@@ -153,11 +153,6 @@ def example_of(name, tmp_path):
             world_sizes=(3,),
             merge_options={"dtype": "fp32"},
         )
-    if name == "nanotron":
-        return Example(
-            path=DATA / "nanotron/tp2dp2/ckpt",
-            weights=load("nanotron/tp2dp2/expected.pt")["model"],
-        )
     if name == "meta":
         return Example(
             path=DATA / "meta/llama_mp2",
@@ -178,7 +173,7 @@ def example_of(name, tmp_path):
     return Example(path=tmp_path / "model.safetensors", weights=weights)
 
 
-@pytest.mark.parametrize("name", ["deepspeed", "nanotron", "meta", "torch", "huggingface"])
+@pytest.mark.parametrize("name", ["deepspeed", "meta", "torch", "huggingface"])
 def test_our_formats_pass_the_kit(name, tmp_path):
     check_format(FORMATS[name], [example_of(name, tmp_path)], tmp_path / "kit")
 

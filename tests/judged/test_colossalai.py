@@ -16,8 +16,8 @@ import reshard
 from reshard.errors import CorruptError, IncompleteError, UnsupportedError
 from reshard.formats.colossalai import writer
 from tests.judged.expected import read_expected
-from tests.judged.test_nanotron_target import is_same
 from tests.judges.colossalai_judge import MEGABYTES
+from tests.support.same_objects import is_same
 
 KEPT = Path(__file__).parents[1] / "data" / "colossalai"
 CASES = ("plain", "safetensors", "pipeline")

@@ -28,7 +28,7 @@ SOURCES = {
 TOLD = {
     "fsdp 1 local": {"model": "tests.judges.torch_models:menagerie", "wrap": "LlamaDecoderLayer"}
 }
-OF_TABLES = ("megatron", "meta", "nanotron")  # of models whose parameters a table knows
+OF_TABLES = ("megatron", "meta")  # of models whose parameters a table knows
 OWN = ("trainer",)  # which only a run of the trainer becomes again
 NOT_HERE = ("fsdp2", "verl", *OF_TABLES, *OWN)
 WRITABLE = [name for name in registry.list_built_in_writers() if name not in NOT_HERE]

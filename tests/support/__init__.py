@@ -15,6 +15,7 @@ Modules:
     package_contents: compares the wheel and the source distribution with the source tree.
     random_checkpoints: small checkpoints in real files, stored in every way a manifest can express.
     sample_tensors: one tensor of every shape, stride and dtype that a checkpoint may hold.
+    same_objects: whether two objects are equal in types, order of keys, and bits of tensors.
     screenshots: takes pictures of pages, for people to look at.
     signal_points: the points of a program at which a signal's handler can run.
 """

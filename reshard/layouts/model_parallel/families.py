@@ -251,7 +251,7 @@ def load_families(path: Path | None = None) -> Mapping[str, Family]:
 
 
 @cache
-def load_renamed_family(name: str, table: str) -> Family:
+def load_renamed_family(name: str, table: str | Path) -> Family:
     """Return a family under the names that another format's table has for its parameters."""
     return replace(load_families()[name], table=rules.load_table(table))
 

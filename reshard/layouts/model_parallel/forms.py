@@ -11,7 +11,7 @@ One side's tensor consists of the other side's *parts*, *fused* along dim 0:
     delta        gated delta nets: [query; key; value; z; beta; alpha]; the two parts have, for each
                  key head, [query; key; value; z] and [beta; alpha] (Qwen3-Next)
     delta_parts  the same, of four parts: query, key and value; z; beta; alpha (Qwen3.5)
-    qkv_rows     all queries, all keys, all values (nanotron)
+    qkv_rows     all queries, all keys, all values
     qkv_stacked  like qkv, with one part that has all queries, all keys, all values (GPT-2, Phi-3)
     rope         rows of a head in pairs (Meta), and in halves (Hugging Face)
 

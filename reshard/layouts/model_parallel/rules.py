@@ -268,8 +268,8 @@ def suggest_names(name: str, known: Iterable[Pattern]) -> str:
 
 
 @cache
-def load_table(name: str) -> Table:
-    """Return a built-in table, with the table that it extends."""
+def load_table(name: str | Path) -> Table:
+    """Return a built-in table, or the file of another package, with the table that it extends."""
     table = _load_lines(name)
     documents = map(load_document, (name, *list_bases(name)))
     repeated = next((each["repeated"] for each in documents if "repeated" in each), None)
@@ -277,10 +277,10 @@ def load_table(name: str) -> Table:
 
 
 @cache
-def _load_lines(name: str) -> Table:
-    """Return the lines of a built-in table and of those that it extends."""
+def _load_lines(name: str | Path) -> Table:
+    """Return the lines of a table and of those that it extends."""
     root = load_document(name)
-    own = _parse_table(root, f"the table {name!r}")
+    own = _parse_table(root, _describe(_find_file(name)))
     return own.prepend_to(_load_lines(root["base"])) if "base" in root else own
 
 
@@ -289,15 +289,15 @@ def list_tables() -> tuple[str, ...]:
     return tuple(sorted(path.stem for path in TABLES.glob("*.yaml")))
 
 
-def list_bases(name: str) -> tuple[str, ...]:
-    """Return the tables that a built-in table extends, the nearest first."""
+def list_bases(name: str | Path) -> tuple[str, ...]:
+    """Return the tables that a table extends, the nearest first."""
     base = load_document(name).get("base")
     return () if base is None else (base, *list_bases(base))
 
 
 @cache
-def load_whole_table(name: str) -> Table:
-    """Return a built-in table with the parameters of every family whose table extends it.
+def load_whole_table(name: str | Path) -> Table:
+    """Return a table with the parameters of every family whose table extends it.
 
     A reader of ranks' files needs them before it knows the model's family.
     """
@@ -326,9 +326,18 @@ def load_base(document: Mapping[str, Any], source: str) -> Table:
 
 
 @cache
-def load_document(name: str) -> Mapping[str, Any]:
-    """Return the file of a built-in table."""
-    return parse_document((TABLES / f"{name}.yaml").read_text(), f"the table {name!r}")
+def load_document(name: str | Path) -> Mapping[str, Any]:
+    """Return the content of a table's file."""
+    path = _find_file(name)
+    return parse_document(path.read_text(), _describe(path))
+
+
+def _find_file(name: str | Path) -> Path:
+    return name if isinstance(name, Path) else TABLES / f"{name}.yaml"
+
+
+def _describe(path: Path) -> str:
+    return f"the table {path.stem!r}"
 
 
 def add_user_rules(table: Table, path: Path | None) -> Table:

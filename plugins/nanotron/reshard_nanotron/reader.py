@@ -25,21 +25,21 @@ from reshard.core.manifest import (
     index_entries,
 )
 from reshard.errors import MIXED, OTHER_FILE, CorruptError
-from reshard.formats.nanotron import directory, layout, optimizer, slices, stages
-from reshard.formats.nanotron.directory import (
+from reshard.state_dict.plain_values import to_plain
+from reshard.system.files import SourceFiles
+from reshard.system.threads import map_files
+from reshard.units import counted, make_natural_key
+from reshard_nanotron import directory, layout, optimizer, slices, stages
+from reshard_nanotron.directory import (
     METADATA,
     MODEL_CONFIG,
     CheckpointFiles,
     list_other_files,
 )
-from reshard.formats.nanotron.layout import ParameterCut, RunFacts
-from reshard.formats.nanotron.optimizer import StagedOptimizer
-from reshard.formats.nanotron.slices import RankPart
-from reshard.formats.nanotron.stages import Stage
-from reshard.state_dict.plain_values import to_plain
-from reshard.system.files import SourceFiles
-from reshard.system.threads import map_files
-from reshard.units import counted, make_natural_key
+from reshard_nanotron.layout import ParameterCut, RunFacts
+from reshard_nanotron.optimizer import StagedOptimizer
+from reshard_nanotron.slices import RankPart
+from reshard_nanotron.stages import Stage
 
 _TENSOR = "data"
 _SIZES = {"pp": "pp_size", "dp": "dp_size", "tp": "tp_size", "ep": "expert_parallel_size"}

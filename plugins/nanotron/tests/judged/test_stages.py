@@ -1,6 +1,6 @@
 """``--to nanotron --pp`` writes what nanotron's own models have at that number of stages.
 
-``tests/judges/nanotron_pipeline.py`` made the runs with nanotron's models, ``build_model`` and
+``judge_pipeline.py`` made the runs with nanotron's models, ``build_model`` and
 optimizers: runs of one model made the same updates.
 """
 
@@ -13,10 +13,10 @@ import pytest
 import torch
 
 import reshard
+from plugins.nanotron.tests.judged.samples import KEPT, list_files, load_file
 from reshard.errors import UnsupportedError, UsageError
-from reshard.formats.nanotron import stages
-from tests.judged.test_nanotron import KEPT, copied  # noqa: F401
-from tests.judged.test_nanotron_target import is_same, list_files, load_file
+from reshard_nanotron import stages
+from tests.support.same_objects import is_same
 
 GRIDS = {
     "qwen_tp2": {"tp": 2, "pp": 1, "dp": 1},
@@ -81,7 +81,7 @@ def _configured(run, change):
         (lambda _said: None, 6, UsageError, "without a parameter"),
     ],
 )
-def test_stages_without_a_known_order_are_refused(change, pp, error, says, copied, tmp_path):  # noqa: F811
+def test_stages_without_a_known_order_are_refused(change, pp, error, says, copied, tmp_path):
     run = copied("qwen_pp3dp2")
     _configured(run, change)
     with pytest.raises(error, match=says):
@@ -89,7 +89,7 @@ def test_stages_without_a_known_order_are_refused(change, pp, error, says, copie
     assert not (tmp_path / "out").exists()
 
 
-def test_stages_whose_schedulers_are_at_other_steps_are_refused(copied, tmp_path):  # noqa: F811
+def test_stages_whose_schedulers_are_at_other_steps_are_refused(copied, tmp_path):
     run = copied("llama_pp2")
     path = next(run.rglob("lr_scheduler_pp-1-*"))
     saved = torch.load(path)
@@ -108,7 +108,7 @@ def test_weights_alone_go_to_other_stages(tmp_path):
     assert all(is_same(load_file(ours[name]), load_file(theirs[name])) for name in ours)
 
 
-def test_weights_beside_schedulers_alone_go_to_other_stages(copied, tmp_path):  # noqa: F811
+def test_weights_beside_schedulers_alone_go_to_other_stages(copied, tmp_path):
     run = copied("llama_pp2")
     for folder in run.rglob("optimizer"):
         shutil.rmtree(folder)
@@ -118,7 +118,7 @@ def test_weights_beside_schedulers_alone_go_to_other_stages(copied, tmp_path):  
     assert reshard.diff(run, tmp_path / "out", kinds=["weight"]).same
 
 
-def test_a_run_without_schedulers_goes_to_other_stages_too(copied, tmp_path):  # noqa: F811
+def test_a_run_without_schedulers_goes_to_other_stages_too(copied, tmp_path):
     run = copied("qwen_pp3dp2")
     shutil.rmtree(run / "3" / "lr_scheduler")
     reshard.split(run, tmp_path / "out", **GRIDS["qwen_tp2"])
@@ -127,7 +127,7 @@ def test_a_run_without_schedulers_goes_to_other_stages_too(copied, tmp_path):  #
     assert all(is_same(load_file(path), load_file(theirs[name])) for name, path in ours.items())
 
 
-def test_stages_whose_groups_differ_are_refused(copied, tmp_path):  # noqa: F811
+def test_stages_whose_groups_differ_are_refused(copied, tmp_path):
     run = copied("llama_pp2")
     path = next(run.rglob("optimizer_pp-1-*.pt"))
     saved = torch.load(path)
@@ -137,7 +137,7 @@ def test_stages_whose_groups_differ_are_refused(copied, tmp_path):  # noqa: F811
         reshard.split(run, tmp_path / "out", pp=1, dp=1)
 
 
-def test_weights_alone_on_stages_of_another_rule_are_refused(copied, tmp_path):  # noqa: F811
+def test_weights_alone_on_stages_of_another_rule_are_refused(copied, tmp_path):
     run = copied("qwen_pp3dp2")
     shutil.rmtree(run / "3" / "optimizer")
     shutil.rmtree(run / "3" / "lr_scheduler")

@@ -13,8 +13,8 @@ from typing import Any
 
 from reshard.core.box import Index
 from reshard.errors import UsageError
-from reshard.formats.nanotron.slices import PAIRS, SHAPE
-from reshard.formats.nanotron.stages import Stage
+from reshard_nanotron.slices import PAIRS, SHAPE
+from reshard_nanotron.stages import Stage
 
 KEY = "nanotron's layout"  # in `TrainState.opaque`
 _ALL = "None,None,None"  # slice of a dim that is not cut

@@ -15,15 +15,14 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import reshard
+from plugins.nanotron.tests.judged.samples import KEPT, SLOTS, list_files, load_file
 from reshard.errors import UnsupportedError
-from tests.judged.test_nanotron import KEPT
-from tests.judged.test_nanotron_target import is_same, list_files, load_file
 from tests.judges.megatron_cases import STEPS
 from tests.judges.megatron_data import SAMPLES
+from tests.support.same_objects import is_same
 
 pytestmark = pytest.mark.slow
 
-SLOTS = ("exp_avg", "exp_avg_sq")
 NAMES = {
     "model.token_position_embeddings.pp_block.token_embedding.weight": "model.embed_tokens.weight",
     "model.final_layer_norm.pp_block.weight": "model.norm.weight",

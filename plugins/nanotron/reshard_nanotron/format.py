@@ -8,8 +8,8 @@ from reshard.core.location import Location
 from reshard.core.manifest import Manifest
 from reshard.errors import UsageError
 from reshard.formats.base import Format, ReadHints, Source, Writer
-from reshard.formats.nanotron.directory import METADATA, NAME, detect, is_run
 from reshard.naming.options import ModelNames, NameOptions, Naming
+from reshard_nanotron.directory import METADATA, NAME, TABLE, detect, is_run
 
 if TYPE_CHECKING:
     from reshard.containers.skeletons import LaidOut
@@ -21,13 +21,13 @@ if TYPE_CHECKING:
 
 
 def _read(location: Location, _hints: ReadHints) -> Manifest:
-    from reshard.formats.nanotron import reader
+    from reshard_nanotron import reader
 
     return reader.read(location)
 
 
 def _describe_model(manifest: Manifest) -> Traits | None:
-    from reshard.formats.nanotron import model
+    from reshard_nanotron import model
 
     return model.find_traits(manifest)
 
@@ -35,7 +35,7 @@ def _describe_model(manifest: Manifest) -> Traits | None:
 def _get_family(traits: Traits) -> Family:
     from reshard.layouts.model_parallel import families
 
-    return families.load_renamed_family("qwen2" if traits.qkv_bias else "llama", NAME)
+    return families.load_renamed_family("qwen2" if traits.qkv_bias else "llama", TABLE)
 
 
 class Nanotron(Writer):
@@ -53,7 +53,7 @@ class Nanotron(Writer):
 
     def rename(self, conversion: StateConversion, names: NameOptions) -> Naming:
         """Return the state under nanotron's names; those of another source's model are derived."""
-        from reshard.formats.nanotron import begin
+        from reshard_nanotron import begin
 
         if conversion.manifest.origin.format == NAME:
             return super().rename(conversion, names)
@@ -70,8 +70,8 @@ class Nanotron(Writer):
             UsageError: nanotron has no such ZeRO stage.
         """
         from reshard.containers.skeletons import LaidOut
-        from reshard.formats.nanotron import begin, writer
-        from reshard.formats.nanotron.choice import Wanted
+        from reshard_nanotron import begin, writer
+        from reshard_nanotron.choice import Wanted
 
         if request.zero_stage > 1:
             raise UsageError(
@@ -105,7 +105,7 @@ FORMAT = Format(
         NAME: Source(
             writer=NAME,
             names=ModelNames(
-                describe=_describe_model, table=NAME, family=_get_family, of_own_models=True
+                describe=_describe_model, table=TABLE, family=_get_family, of_own_models=True
             ),
         )
     },

@@ -16,12 +16,6 @@ from typing import TYPE_CHECKING, Any
 
 from reshard.core.manifest import ParamGroup
 from reshard.errors import UnsupportedError
-from reshard.formats.nanotron import layout, stages
-from reshard.formats.nanotron.directory import METADATA, NAME
-from reshard.formats.nanotron.layout import ParameterCut, RunFacts
-from reshard.formats.nanotron.model import FLAGS
-from reshard.formats.nanotron.slices import SHAPE
-from reshard.formats.nanotron.stages import Stage
 from reshard.layouts.model_parallel import names as renaming
 from reshard.layouts.model_parallel.architecture import Architecture, Described
 from reshard.layouts.model_parallel.forms import make_form
@@ -31,6 +25,12 @@ from reshard.naming.options import NameOptions, Naming
 from reshard.state_dict.optimizers.hyper_parameters import TensorNumber
 from reshard.state_dict.torch_state_dict import build_hyper
 from reshard.training.state import Weight, WritableState
+from reshard_nanotron import layout, stages
+from reshard_nanotron.directory import METADATA, TABLE
+from reshard_nanotron.layout import ParameterCut, RunFacts
+from reshard_nanotron.model import FLAGS
+from reshard_nanotron.slices import SHAPE
+from reshard_nanotron.stages import Stage
 
 if TYPE_CHECKING:
     from reshard.formats.base import StateConversion
@@ -62,7 +62,7 @@ def rename(conversion: StateConversion, names: NameOptions) -> Naming:
             f"is a {family.name} model, but nanotron is supported for {' and '.join(FLAGS)}",
         )
     _refuse_unknown(traits)
-    table = add_user_rules(load_table(NAME), names.rules)
+    table = add_user_rules(load_table(TABLE), names.rules)
     architecture = tables.build_architecture(traits, names)
     renamed = renaming.rename_from_hf(manifest, table, traits.make_architecture())
     sequence = run.get("seq_length") if isinstance(run, Mapping) else None

@@ -6,9 +6,9 @@ Source: nanotron at 2411b02 ``config/models_config.py``, ``models/{llama,qwen}.p
 from __future__ import annotations
 
 from reshard.core.manifest import PARAM, Manifest
-from reshard.formats.nanotron import layout
-from reshard.formats.nanotron.directory import MODEL_CONFIG
 from reshard.layouts.model_parallel.traits import Traits
+from reshard_nanotron import layout
+from reshard_nanotron.directory import MODEL_CONFIG
 
 FLAGS = {"llama": "is_llama_config", "qwen2": "is_qwen2_config"}
 """Family -> the key of ``model_config.json`` that states it."""

@@ -1,12 +1,9 @@
 """nanotron's own files, read and merged; compared with one process that has whole tensors.
 
-``tests/data/nanotron`` says how they were made: TP x PP x DP, ZeRO-1, fp32 masters, tied weights.
+``tests/data/README.md`` says how they were made: TP x PP x DP, ZeRO-1, fp32 masters, tied weights.
 """
 
 from __future__ import annotations
-
-import shutil
-from pathlib import Path
 
 import pytest
 import torch
@@ -14,22 +11,11 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 
 import reshard
+from plugins.nanotron.tests.judged.samples import CASES, KEPT, SLOTS
 from reshard.errors import CorruptError, IncompleteError
-from reshard.formats.nanotron.optimizer import compute_piece
+from reshard_nanotron.optimizer import compute_piece
 from tests.judged.expected import read_expected
 from tests.support.edited_files import edit_safetensors_header
-
-KEPT = Path(__file__).parents[1] / "data" / "nanotron"
-CASES = ("fp32_tp2pp2", "zero_fp32_tp2dp3_groups", "zero_tp1pp2dp3", "zero_tp2pp2dp2")
-SLOTS = ("exp_avg", "exp_avg_sq")
-
-
-@pytest.fixture
-def copied(tmp_path):
-    def copy(case):
-        return Path(shutil.copytree(KEPT / case / "ckpt", tmp_path / "run"))
-
-    return copy
 
 
 @pytest.mark.parametrize("case", CASES)

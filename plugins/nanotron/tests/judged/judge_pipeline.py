@@ -1,6 +1,7 @@
-"""Checkpoints of nanotron's own models, built and cut into pipeline stages as its trainer does.
+r"""Checkpoints of nanotron's own models, built and cut into pipeline stages as its trainer does.
 
-    RESHARD_NANOTRON=nanotron/src python -m tests.judges.nanotron_pipeline OUT [case[=RUN] ...]
+    RESHARD_NANOTRON=nanotron/src python -m \
+        plugins.nanotron.tests.judged.judge_pipeline OUT [case[=RUN] ...]
 
 ``OUT/<case>/ckpt`` is a run; with RUN it is what nanotron saves once it has loaded that one. Cases
 of one model made the same updates, so that each is what another one is on other ranks.
@@ -25,8 +26,8 @@ from zlib import crc32
 import torch
 import torch.distributed as dist
 
-from tests.judges import nanotron_judge
-from tests.judges.nanotron_judge import STEPS, OnCpu
+from plugins.nanotron.tests.judged import judge
+from plugins.nanotron.tests.judged.judge import STEPS, OnCpu
 
 _SMALL = {"hidden_size": 8, "num_attention_heads": 2, "num_hidden_layers": 3}
 _SMALL |= {"intermediate_size": 6, "num_key_value_heads": 2, "max_position_embeddings": 8}
@@ -180,7 +181,7 @@ class _Run:
         if self.accumulator is not None:
             self.accumulator.step()
         if self.case.zero:
-            nanotron_judge.gather(self.optimizer, self.parallel, self.named)
+            judge.gather(self.optimizer, self.parallel, self.named)
 
     def _load(self, root):
         """Load as the trainer does."""
@@ -201,7 +202,7 @@ class _Run:
     def save(self, out):
         """Save as the trainer's ``save_checkpoint`` does."""
         parts = (self.model, self.optimizer, self.scheduler)
-        root = nanotron_judge.save(out / "ckpt", self.parallel, *parts, zero=self.case.zero)
+        root = judge.save(out / "ckpt", self.parallel, *parts, zero=self.case.zero)
         if dist.get_rank() == 0:
             with (root / "model_config.json").open("w") as file:
                 file.write(json.dumps(dataclasses.asdict(self.config)))
@@ -278,7 +279,7 @@ def main():
     chosen = {}
     for name, _, begun in (each.partition("=") for each in names or CASES):
         chosen[name] = replace(CASES[name], begun=begun) if begun else CASES[name]
-    nanotron_judge.make(Path(out), chosen)
+    judge.make(Path(out), chosen)
 
 
 if __name__ == "__main__":

@@ -20,13 +20,13 @@ from reshard.core.chunks import Chunk
 from reshard.core.manifest import MASTER, Entry, Key, ParamGroup
 from reshard.core.schema import COUNT, TEXT, expect, fields, mapping, record, sequence
 from reshard.errors import MIXED, CorruptError, IncompleteError
-from reshard.formats.nanotron.directory import CheckpointFiles, NamedFile
-from reshard.formats.nanotron.slices import RankPart
 from reshard.state_dict.optimizers.hyper_parameters import read_hyper
 from reshard.state_dict.optimizers.states import ParsedOptimizer
 from reshard.state_dict.plain_values import to_plain
 from reshard.system.files import SourceFiles
 from reshard.system.threads import map_files
+from reshard_nanotron.directory import CheckpointFiles, NamedFile
+from reshard_nanotron.slices import RankPart
 
 _STEP = "step"
 _FILE = record(

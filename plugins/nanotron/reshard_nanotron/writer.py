@@ -21,14 +21,14 @@ from reshard.core.box import Index
 from reshard.core.chunks import contiguous
 from reshard.core.dtypes import FLOAT32, DType
 from reshard.core.manifest import MASTER, PARAM, Entry, OutputFile, Skeleton
-from reshard.formats.nanotron import choice, slices
-from reshard.formats.nanotron.choice import Wanted
-from reshard.formats.nanotron.directory import METADATA, MODEL_CONFIG, SCHEDULER, TRACKER
-from reshard.formats.nanotron.layout import RunFacts
-from reshard.formats.nanotron.optimizer import compute_piece
-from reshard.formats.nanotron.slices import RankPart
 from reshard.state_dict import torch_state_dict
 from reshard.training.state import TrainedParameter, Weight, WritableState
+from reshard_nanotron import choice, slices
+from reshard_nanotron.choice import Wanted
+from reshard_nanotron.directory import METADATA, MODEL_CONFIG, SCHEDULER, TRACKER
+from reshard_nanotron.layout import RunFacts
+from reshard_nanotron.optimizer import compute_piece
+from reshard_nanotron.slices import RankPart
 
 
 def lay_out(state: WritableState, wanted: Wanted) -> Skeleton:

@@ -11,50 +11,14 @@ from itertools import pairwise
 
 import pytest
 import torch
-from safetensors import safe_open
 from safetensors.torch import save_file
 
 import reshard
+from plugins.nanotron.tests.judged.samples import CASES, KEPT, SLOTS, list_files, load_file
 from reshard.errors import IncompleteError, UnsupportedError, UsageError
 from tests.judged.expected import read_expected
-from tests.judged.test_nanotron import CASES, KEPT, copied  # noqa: F401
 from tests.support.edited_files import edit_safetensors_header
-
-SLOTS = ("exp_avg", "exp_avg_sq")
-
-
-def list_files(run):
-    """Return every file except random states, by its path in the run."""
-    held = (path for path in sorted(run.rglob("*")) if path.is_file())
-    return {str(p.relative_to(run)): p for p in held if p.parent.name != "random"}
-
-
-def load_file(path):
-    """Load a file of nanotron: plain values and tensors, without the order of their storages."""
-    if path.suffix == ".pt":
-        return torch.load(path)
-    if path.suffix == ".safetensors":
-        with safe_open(path, framework="pt") as held:
-            return {"data": held.get_tensor("data"), "said": sorted(held.metadata().items())}
-    return path.read_text()
-
-
-def is_same(one, two):
-    """Return whether two objects are equal in types, order of keys, and all bits of tensors."""
-    if type(one) is not type(two):
-        return False
-    if isinstance(one, torch.Tensor):
-        alike = (one.dtype, one.shape, one.requires_grad) == (
-            two.dtype,
-            two.shape,
-            two.requires_grad,
-        )
-        return alike and torch.equal(one, two) and one.storage_offset() == two.storage_offset()
-    if isinstance(one, dict):
-        return list(one) == list(two) and all(is_same(one[key], two[key]) for key in one)
-    if isinstance(one, (list, tuple)):
-        return len(one) == len(two) and all(map(is_same, one, two))
-    return one == two
+from tests.support.same_objects import is_same
 
 
 def read_without_header(path):
@@ -131,7 +95,7 @@ def test_each_fused_part_is_cut_by_itself(tmp_path):
 
 
 @pytest.mark.parametrize("zero", [0, 1])
-def test_parts_that_are_fused_along_the_last_dim_are_cut_row_by_row(copied, zero, tmp_path):  # noqa: F811
+def test_parts_that_are_fused_along_the_last_dim_are_cut_row_by_row(copied, zero, tmp_path):
     """As a layer of experts is: none of a rank's parts is contiguous in its file."""
     run = copied("tp2dp2")
     cut = sorted((run / "model" / "down_proj").iterdir())
@@ -190,7 +154,7 @@ def test_another_framework_s_checkpoint_of_no_known_model_is_refused(tmp_path):
         reshard.split(tmp_path / "dcp", tmp_path / "out", to="nanotron")
 
 
-def test_a_cut_that_nanotron_does_not_use_is_refused(copied, tmp_path):  # noqa: F811
+def test_a_cut_that_nanotron_does_not_use_is_refused(copied, tmp_path):
     run = copied("zero_tp2pp2dp2")
     ranks = sorted((run / "3").rglob("embed/**/*.safetensors"))
     for path, there in zip(ranks, ("6,12", "0,6"), strict=True):  # the ranks changed places
@@ -208,7 +172,7 @@ def _with_optimizers(run, change):
         torch.save(saved, path)
 
 
-def test_a_parameter_without_state_is_refused(copied, tmp_path):  # noqa: F811
+def test_a_parameter_without_state_is_refused(copied, tmp_path):
     run = copied("fp32_tp2pp2")
     _with_optimizers(run, lambda saved: (saved["state"].pop(0), saved["names"].pop(0)))
     with pytest.raises(UnsupportedError, match="2 parameters were never stepped"):
@@ -216,7 +180,7 @@ def test_a_parameter_without_state_is_refused(copied, tmp_path):  # noqa: F811
 
 
 @pytest.mark.parametrize("lost", ["exp_avg_sq", "step"])
-def test_half_a_state_is_refused(lost, copied, tmp_path):  # noqa: F811
+def test_half_a_state_is_refused(lost, copied, tmp_path):
     run = copied("fp32_tp2pp2")
     _with_optimizers(run, lambda saved: saved["state"][1].pop(lost))
     with pytest.raises(IncompleteError, match=f"optimizer .*no {lost}"):
@@ -225,7 +189,7 @@ def test_half_a_state_is_refused(lost, copied, tmp_path):  # noqa: F811
 
 
 @pytest.mark.parametrize("zero", [0, 1])
-def test_an_optimizer_without_steps_survives_a_round_trip(zero, copied, tmp_path):  # noqa: F811
+def test_an_optimizer_without_steps_survives_a_round_trip(zero, copied, tmp_path):
     """As torch's SGD: one slot, no step, a None where there is no momentum yet."""
     run = copied("fp32_tp2pp2")
 
@@ -241,7 +205,7 @@ def test_an_optimizer_without_steps_survives_a_round_trip(zero, copied, tmp_path
     assert all(is_same(load_file(last[name]), load_file(path)) for name, path in first.items())
 
 
-def test_a_bias_of_the_first_rank_alone_is_refused(copied, tmp_path):  # noqa: F811
+def test_a_bias_of_the_first_rank_alone_is_refused(copied, tmp_path):
     run, old, new = copied("tp2dp2"), "norm.bias", "o_proj.bias"
     (run / "model/norm/model_bias.safetensors").rename(run / "model/o_proj/model_bias.safetensors")
 
@@ -255,7 +219,7 @@ def test_a_bias_of_the_first_rank_alone_is_refused(copied, tmp_path):  # noqa: F
     assert reshard.diff(run, tmp_path / "out", kinds=["weight"]).same
 
 
-def test_a_run_in_which_nothing_is_cut_has_one_rank(copied, tmp_path):  # noqa: F811
+def test_a_run_in_which_nothing_is_cut_has_one_rank(copied, tmp_path):
     run = copied("fp32_tp2pp2")
     shutil.rmtree(run / "3" / "optimizer")
     for path in (run / "3" / "model").rglob("*_pp-rank-*.safetensors"):

@@ -7,12 +7,12 @@ from dataclasses import dataclass, replace
 from reshard.core.dtypes import DType
 from reshard.core.manifest import PARAM
 from reshard.errors import UnsupportedError, UsageError
-from reshard.formats.nanotron import layout, stages
-from reshard.formats.nanotron.directory import MODEL_CONFIG, NAME
-from reshard.formats.nanotron.layout import RunFacts
 from reshard.layouts.model_parallel.sizes import Sizes, parse_mesh
 from reshard.state_dict import torch_state_dict
 from reshard.training.state import WritableState
+from reshard_nanotron import layout, stages
+from reshard_nanotron.directory import MODEL_CONFIG, NAME
+from reshard_nanotron.layout import RunFacts
 
 _TO = "--to nanotron"
 _SHOWN = 3

@@ -22,6 +22,7 @@ NAME = "nanotron"
 METADATA = "checkpoint_metadata.json"
 MODEL_CONFIG = "model_config.json"
 TRACKER = "latest.txt"  # in a run directory
+TABLE = Path(__file__).parent / "nanotron.yaml"  # nanotron's names of a Llama and a Qwen2
 AXES = ("pp", "dp", "tp", "exp")
 
 SCHEDULER = "lr_scheduler"

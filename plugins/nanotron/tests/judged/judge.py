@@ -1,6 +1,6 @@
 """Checkpoints of nanotron's own savers on CPU, each with the expected whole tensors.
 
-    RESHARD_NANOTRON=nanotron/src python -m tests.judges.nanotron_judge OUT [case ...]
+    RESHARD_NANOTRON=nanotron/src python -m plugins.nanotron.tests.judged.judge OUT [case ...]
 
 A case is ``OUT/<case>/ckpt/3/`` with ``latest.txt`` above it, and ``expected.pt``: ``weights``,
 ``exp_avg``, ``exp_avg_sq`` and ``masters`` by name, from one AdamW over whole tensors in fp32. What
