@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
 from dataclasses import replace
+from functools import reduce
 from typing import TYPE_CHECKING, TypeVar
 
 from reshard.core.box import Box
@@ -16,6 +18,11 @@ if TYPE_CHECKING:
     from reshard.layouts.model_parallel.rules import Table
 
 C = TypeVar("C", bound=Conversion)
+
+
+def run_passes(passes: Iterable[Callable[[C], C]], conversion: C) -> C:
+    """Run passes in order."""
+    return reduce(lambda result, run: run(result), passes, conversion)
 
 
 def apply_names(conversion: C, naming: Naming) -> C:

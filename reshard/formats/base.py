@@ -11,7 +11,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path, PurePosixPath
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, TypeVar
 
 from reshard.core.location import Location
 from reshard.core.manifest import Entry, Manifest, Skeleton
@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from reshard.training.trainer_run import TrainerRun
 
 RandomStates = Literal["none", "per rank", "own"]
+S = TypeVar("S", bound="StateConversion")
 
 
 @dataclass(frozen=True, slots=True)
@@ -207,7 +208,7 @@ class Writer(ABC):
         model = conversion.request.model_hint
         return naming.choose_names(conversion.manifest, source.names, names, model)
 
-    def adapt(self, conversion: StateConversion) -> StateConversion:
+    def adapt(self, conversion: S) -> S:
         """Return the conversion with what only this format knows to change before layout.
 
         Raises:

@@ -27,19 +27,22 @@ class LiveTarget:
 
     Args:
         shapes: its model; None if FSDP 1 has flattened its parameters.
-        config: the configuration of its engine, if it has one.
-        groups: the param groups of its optimizer, if they are known.
+        config: the configuration of its engine; None: that of the source, adapted.
+        groups: the param groups of its optimizer; empty: those of the source.
         fsdp: the version of FSDP that wraps the model, if one does.
         arguments: what HF Trainer would state of its arguments in ``trainer_state.json``.
         batch: its batch, if the program states it.
     """
 
-    shapes: ModelShapes | None
+    shapes: ModelShapes | None = None
     config: Mapping[str, Any] | None = None
     groups: tuple[ParamGroup, ...] = ()
     fsdp: FsdpVersion | None = None
     arguments: Mapping[str, int] = field(default_factory=dict)
     batch: LiveBatch | None = None
+
+
+NO_PROGRAM = LiveTarget()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,13 +67,7 @@ class Request:
         tensor: how the tensor-parallel axis of the mesh cuts parameters.
         rules: file with the user's rules of how parameters are cut.
         described: the model, for writers with tables of parameters.
-        engine_config: configuration of the live engine that loads the output; None: that of the
-            source, adapted.
-        live_groups: param groups of the live optimizer that loads the output; empty: those of the
-            source.
-        live_fsdp: version of FSDP in the running program that loads the output; None: unknown.
-        live_arguments: what the running HF Trainer that loads the output states of its arguments.
-        live_batch: batch of the running program that loads the output, if it states one.
+        live: the program that loads the output, if it runs already.
         tag: name of DeepSpeed's tag, if the program that loads the output looks for a certain one.
         program: writer of the library that keeps files of its own beside DeepSpeed's, if the output
             is to have them.
@@ -99,11 +96,7 @@ class Request:
     tensor: TensorPlan | None = None
     rules: Path | None = None
     described: Described | None = None
-    engine_config: Mapping[str, Any] | None = None
-    live_groups: tuple[ParamGroup, ...] = ()
-    live_fsdp: FsdpVersion | None = None
-    live_arguments: Mapping[str, int] = field(default_factory=dict)
-    live_batch: LiveBatch | None = None
+    live: LiveTarget = NO_PROGRAM
     tag: str | None = None
     program: str | None = None
     own: Any = None

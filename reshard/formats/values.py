@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from reshard.core.manifest import PARAM, Entry, Manifest, index_entries
 from reshard.errors import UnsupportedError, UsageError
-from reshard.formats.base import StateConversion
+from reshard.formats.base import S
 from reshard.quantised import moments
 from reshard.units import counted, some
 
@@ -97,7 +97,7 @@ def refuse_rounded_scales(manifest: Manifest, dtype: str, method: str = "") -> N
     )
 
 
-def decode_moments(conversion: StateConversion) -> StateConversion:
+def decode_moments(conversion: S) -> S:
     """Return the conversion with values for bitsandbytes' codes, for a target that cuts moments."""
     entries, count = moments.decode_entries(conversion.manifest.entries.values())
     if not count:

@@ -37,7 +37,7 @@ from reshard.core.manifest import (
 from reshard.engine.move.on_demand import OnDemandFiles
 from reshard.engine.planning.planner import Plan
 from reshard.errors import ReshardError, UsageError
-from reshard.formats.request import LiveTarget
+from reshard.formats.request import NO_PROGRAM, LiveTarget
 from reshard.live.names import use_live_names
 from reshard.model import shapes_of
 from reshard.system.files import SourceFiles
@@ -86,7 +86,7 @@ class _Planned:
 def open_live_files(
     source: formats.Paths,
     options: SplitOptions,
-    target: LiveTarget | None = None,
+    target: LiveTarget = NO_PROGRAM,
     *,
     workers: int | None = None,
 ) -> Iterator[LiveFiles]:
@@ -231,14 +231,14 @@ def create_names(files: OnDemandFiles) -> Iterator[Path]:
         yield Path(folder)
 
 
-def _plan(source: formats.Paths, options: SplitOptions, target: LiveTarget | None) -> _Planned:
-    shapes = target.shapes if target else None
+def _plan(source: formats.Paths, options: SplitOptions, live: LiveTarget) -> _Planned:
+    shapes = live.shapes
 
     def plan(manifest: Manifest, _: Path) -> Job[SplitReport]:
         prefix = None
         if shapes is not None:
             manifest, prefix = use_live_names(manifest, shapes.parameters, shapes.buffers)
-        job = plan_split(manifest, Path("live"), options, target=target)
+        job = plan_split(manifest, Path("live"), options, live=live)
         job.report.notes += [str(prefix)] if prefix else []
         return job
 

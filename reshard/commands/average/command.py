@@ -27,6 +27,7 @@ from reshard.commands.merge.passes import Merge
 from reshard.commands.merge.report import describe_merge
 from reshard.commands.output import Job, convert
 from reshard.commands.output_report import OutputReport
+from reshard.commands.passes import run_passes
 from reshard.commands.reading import Meter, read_trusted
 from reshard.core.location import Location
 from reshard.core.manifest import WEIGHT_KINDS, Manifest
@@ -328,7 +329,7 @@ def _choose_weights(
     """
     chosen = options.for_merge()
     opened = [
-        merging.run_passes(
+        run_passes(
             merging.OPENING, merging.open_merge(member.manifest, member.path, output, chosen)
         )
         for member in members
@@ -338,7 +339,7 @@ def _choose_weights(
     for merge in opened:
         lacks_config = merge.companions.config is None
         completed = replace(merge, companions=known[-1]) if known and lacks_config else merge
-        yield merging.run_passes(merging.CHOOSING, completed)
+        yield run_passes(merging.CHOOSING, completed)
 
 
 def _check_configs(known: Sequence[Companions]) -> None:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from functools import partial, reduce
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
@@ -14,6 +14,7 @@ from reshard.commands.merge.passes import Merge
 from reshard.commands.merge.report import MergeReport, describe_merge
 from reshard.commands.output import Job, check_skeleton, convert, is_single_file
 from reshard.commands.output_report import OutputReport
+from reshard.commands.passes import run_passes
 from reshard.commands.reading import Meter
 from reshard.core import keys
 from reshard.core.manifest import WEIGHT_KINDS, Manifest, Skeleton, index_entries
@@ -122,11 +123,6 @@ def open_merge(manifest: Manifest, source: Path, output: Path, options: MergeOpt
         edited=keys.Edited(manifest),
         tied=options.tied,
     )
-
-
-def run_passes(steps: Iterable[Pass], merge: Merge) -> Merge:
-    """Run passes in order."""
-    return reduce(lambda result, step: step(result), steps, merge)
 
 
 def plan_files(

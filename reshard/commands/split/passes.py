@@ -2,30 +2,28 @@
 
 from __future__ import annotations
 
-import hashlib
-from collections.abc import Iterator, Mapping
-from dataclasses import replace
-from pathlib import Path
-from typing import Any
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path, PurePosixPath
+from typing import TYPE_CHECKING, Any
 
 from reshard import units
 from reshard.checks.identity import refuse_conflicts
+from reshard.commands.output import check_overlaps, is_single_file
 from reshard.commands.passes import apply_names
 from reshard.commands.split.options import SplitOptions
+from reshard.commands.split.request import identify_save, resolve_request
 from reshard.containers.json_files import read_json_object
 from reshard.core import keys
-from reshard.core.dtypes import DType
 from reshard.core.location import get_directory
-from reshard.core.manifest import WEIGHT_KINDS, Manifest, Skeleton
-from reshard.core.stamps import Save
+from reshard.core.manifest import WEIGHT_KINDS, Skeleton
 from reshard.errors import IncompleteError, UnsupportedError, UsageError
-from reshard.formats import placeholders, run
-from reshard.formats.base import Conversion, StateConversion, Writer
+from reshard.formats import PLAIN_SUFFIXES, placeholders, run
+from reshard.formats.base import StateConversion, Writer
 from reshard.formats.parameter_kinds import mark_buffers
-from reshard.formats.request import Request
-from reshard.layouts.mesh import MeshGrid
-from reshard.layouts.model_parallel.sizes import Sizes
-from reshard.model import ModelHint, ModelShapes, describe_config, library
+from reshard.formats.request import LiveTarget, Request
+from reshard.formats.values import dequantise, refuse_rounded_scales
+from reshard.model import ModelHint, describe_config, library
 from reshard.model.order import (
     match_weights,
     order_by_model,
@@ -35,37 +33,73 @@ from reshard.model.order import (
 from reshard.naming.options import NameOptions, Naming
 from reshard.naming.published import ModelConfig, choose_form, may_be_published
 from reshard.state_dict.torch_state_dict import refuse_unwritable_hyper
-from reshard.system.derived import Derived
 from reshard.system.files import SourceFiles
 from reshard.system.paths import as_path
 from reshard.tensors import replicas, weights
 from reshard.training import batch as batches
-from reshard.training import fresh_adam, param_groups, rng
-from reshard.training.companion_files import find_config, is_model_config
+from reshard.training import copied_files, fresh_adam, param_groups, rng
+from reshard.training.companion_files import (
+    add_derived_config,
+    copy_companions,
+    find_config,
+    is_model_config,
+)
 from reshard.training.state import WritableState, build_writable_state, refuse_without_optimizer
 
-_ID = 32  # characters of a save's id
-_SAMPLES, _SAMPLE_BYTES = 4, 4096  # samples of each file without checksums
-# Fields of a request that do not decide the layout.
-_NOT_IN_ID = {"keeps_layout", "model_hint", "rng", "weights_option"}
+if TYPE_CHECKING:
+    from reshard.containers.skeletons import LaidOut
+
+_LATER: Any = None
 _ALSO_CHOOSE_OPTIMIZER = (
     "; the source has no optimizer state either, so also pass --init-optimizer none, or zeros with"
     " --param-groups FILE"
 )
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SplitConversion(StateConversion):
+    """The conversion of a checkpoint to a training state for other ranks.
+
+    Args:
+        options: the user's, completed by `choose_optimizer`.
+        destination: where the output will be; ``report_as``: as the user wrote it.
+        live: the program that loads the output, if it runs already.
+        request, naming, state, layout: from the passes `resolve`, `rename`, `build_state` and
+            `lay_out` on.
+    """
+
+    options: SplitOptions
+    destination: Path
+    report_as: str
+    live: LiveTarget
+    request: Request = _LATER
+    naming: Naming = _LATER
+    state: WritableState = _LATER
+    layout: LaidOut = _LATER
+
+
 # Passes before the options of the output are resolved
 
 
-def strip_wrappers(conversion: Conversion, writer: Writer, options: SplitOptions) -> Conversion:
-    """Return the conversion without wrapper prefixes in the names of the source.
+def decode(split: SplitConversion) -> SplitConversion:
+    """Return the split with values for the codes of a quantised model."""
+    manifest, notes = dequantise(split.manifest)
+    split.notes.derived += notes
+    if split.options.dtype:
+        refuse_rounded_scales(manifest, split.options.dtype)
+    return split.with_manifest(manifest)
+
+
+def strip_wrappers(split: SplitConversion) -> SplitConversion:
+    """Return the split without wrapper prefixes in the names of the source.
 
     Raises:
         IncompleteError: the source lists weights that no file contains.
         UnsupportedError: a tensor has an empty name.
     """
-    keeps = conversion.manifest.origin.format in writer.keeps_wrappers_of and not options.model
-    edited = keys.edit(conversion.manifest, keys.Edits(strip_wrappers=not keeps))
+    is_same_program = split.manifest.origin.format in split.writer.keeps_wrappers_of
+    keeps = is_same_program and not split.options.model
+    edited = keys.edit(split.manifest, keys.Edits(strip_wrappers=not keeps))
     manifest = edited.manifest
     weights.refuse_empty(manifest, manifest.entries)
     placeholders.refuse(manifest, manifest.entries.values())
@@ -85,70 +119,62 @@ def strip_wrappers(conversion: Conversion, writer: Writer, options: SplitOptions
     if edited.stripped:
         old, new = edited.stripped[0]
         count = units.counted(len(edited.stripped), "name")
-        conversion.notes.derived.append(f"{count} without wrapper prefixes, e.g. {old} -> {new}")
-    return conversion.with_manifest(manifest)
+        split.notes.derived.append(f"{count} without wrapper prefixes, e.g. {old} -> {new}")
+    return split.with_manifest(manifest)
 
 
-def choose_optimizer(conversion: Conversion, writer: Writer, options: SplitOptions) -> SplitOptions:
-    """Return the options for weights alone if the source has nothing else, with a note on that.
+def choose_optimizer(split: SplitConversion) -> SplitConversion:
+    """Return the split of weights alone if the source has nothing else, with a note on that.
 
     For a layout that needs an optimizer the options stay: the user must then decide what
     happens to it.
     """
-    manifest = conversion.manifest
+    manifest, options, writer = split.manifest, split.options, split.writer
     is_decided = options.init_optimizer or options.weights_only or options.param_groups
     train = manifest.train
     has_optimizer = manifest.has_optimizer or manifest.unnamed_optimizers or train.param_groups
     if is_decided or has_optimizer or not writer.weights_alone:
-        return options
+        return split
     advice = " (--init-optimizer zeros starts an Adam)" if writer.starts_optimizer else ""
     others = run.list_others(manifest.origin.path)
     if others:
         advice += f"; other checkpoints of the run, which may have it: {units.some(others)}"
-    conversion.notes.warnings.append(
+    split.notes.warnings.append(
         f"weights only (--init-optimizer none): the source has no optimizer state{advice}"
     )
-    return replace(options, init_optimizer="none")
+    return replace(split, options=replace(options, init_optimizer="none"))
 
 
-def resolve_model(
-    conversion: Conversion,
-    writer: Writer,
-    options: SplitOptions,
-    given: ModelShapes | None,
-) -> tuple[Conversion, ModelShapes | None]:
-    """Return the model that the user names; for weights alone, the one of the config beside them.
+def resolve_model(split: SplitConversion) -> SplitConversion:
+    """Return the split with the user's model; for weights alone, with that of a config beside them.
 
     Files of weights alone have no order, and one name of a tied weight. With a model, the returned
-    conversion has both.
-
-    Args:
-        given: the model, if the caller has it; it orders states that have no order.
+    split has both. A live model orders states that have no order.
 
     Raises:
         IncompleteError: an optimizer is to be created, and nothing states the model.
         UsageError: the weights belong to another model.
     """
-    manifest = conversion.manifest
-    if not writer.needs_shapes:
-        return conversion, None
-    shapes = given
+    manifest, options = split.manifest, split.options
+    if not split.writer.needs_shapes:
+        return split
+    shapes = split.live.shapes
     if shapes is None and options.model:
         shapes = ModelHint(options.model, options.wrap).shapes()
     if not may_be_published(manifest):
         if shapes is not None and options.model:
             refuse_other_shapes(manifest.weight_shapes, shapes)
-        if given is not None and not manifest.ordered:
-            conversion = conversion.with_manifest(order_by_model(manifest, given))
-        return conversion, shapes
+        if split.live.shapes is not None and not manifest.ordered:
+            manifest = order_by_model(manifest, split.live.shapes)
+        return replace(split, manifest=manifest, shapes=shapes)
     if shapes is not None:
-        return conversion.with_manifest(match_weights(manifest, shapes)), shapes
+        return replace(split, manifest=match_weights(manifest, shapes), shapes=shapes)
     config = get_directory(manifest.origin.path) / "config.json"
     problem, remedy = "", "pass the model: --model config.json|DIR|module:factory"
     if config.is_file() and is_model_config(config):
         try:
             shapes = ModelHint(str(config), options.wrap).shapes()
-            return conversion.with_manifest(match_weights(manifest, shapes)), shapes
+            return replace(split, manifest=match_weights(manifest, shapes), shapes=shapes)
         except (UsageError, UnsupportedError) as error:
             problem = f"{config}: {error.problem}"
             remedy = error.remedy or remedy
@@ -159,64 +185,84 @@ def resolve_model(
             remedy,
         )
     warnings = (*manifest.warnings, *filter(None, [problem]))
-    return conversion.with_manifest(replace(manifest, warnings=warnings)), None
+    return split.with_manifest(replace(manifest, warnings=warnings))
+
+
+def resolve(split: SplitConversion) -> SplitConversion:
+    """Return the split with the options of the output resolved.
+
+    Raises:
+        UsageError: an option has no effect on the layout, or a value that it cannot have.
+    """
+    writer, name = split.writer, split.report_as
+    request = resolve_request(split.manifest, split.shapes, writer, split.options)
+    is_file, suffix = is_single_file(name), Path(name).suffix
+    if is_file and not (writer.writes_file and suffix in PLAIN_SUFFIXES):
+        raise UsageError(
+            name,
+            f"has the suffix {suffix} of a file, but --to {writer.name} writes "
+            + ("a torch.save file" if writer.writes_file else "a directory"),
+            "choose another name; --to torch writes one file if it ends in .pt, .pth or .bin",
+        )
+    file = split.destination.name if is_single_file(split.destination) else None
+    return replace(split, request=replace(request, file=file, live=split.live))
 
 
 # Passes over the conversion
 
 
-def keep_run(conversion: StateConversion) -> StateConversion:
-    """Return the conversion with the state of a run of our trainer, for the new ranks.
+def keep_run(split: SplitConversion) -> SplitConversion:
+    """Return the split with the state of a run of our trainer, for the new ranks.
 
     A resume takes the number of ranks from that state, unless the user gives another one.
     """
-    run, request, manifest = conversion.request.run, conversion.request, conversion.manifest
+    run, request, manifest = split.request.run, split.request, split.manifest
     if run is None:
-        return conversion
-    settings = conversion.writer.settings_of_run(request)
+        return split
+    settings = split.writer.settings_of_run(request)
     train = replace(
         manifest.train, trainer_state=run.build_document(request.world_size, **settings)
     )
-    return conversion.with_manifest(replace(manifest, train=train))
+    return split.with_manifest(replace(manifest, train=train))
 
 
-def rebalance_batch(conversion: StateConversion) -> StateConversion:
-    """Return the conversion with the micro batch and accumulation that keep the global batch."""
-    manifest, request = conversion.manifest, conversion.request
+def rebalance_batch(split: SplitConversion) -> SplitConversion:
+    """Return the split with the micro batch and accumulation that keep the global batch."""
+    manifest = split.manifest
     if manifest.origin.weights_only:
-        return conversion
-    batch = batches.rebalance_batch(manifest, request.data_parallel, request.live_batch)
-    conversion.notes.derived += batch.derived
-    conversion.notes.warnings += batch.warnings
-    return conversion.with_manifest(batch.manifest)
+        return split
+    batch = batches.rebalance_batch(manifest, split.request.data_parallel, split.live.batch)
+    split.notes.derived += batch.derived
+    split.notes.warnings += batch.warnings
+    return split.with_manifest(batch.manifest)
 
 
-def compare_copies(conversion: StateConversion, policy: replicas.Replicas) -> StateConversion:
-    """Return the conversion with equal heads tied, after a comparison of what is stored twice."""
-    manifest = conversion.manifest
+def compare_copies(split: SplitConversion) -> SplitConversion:
+    """Return the split with equal heads tied, after a comparison of what is stored twice."""
+    manifest, policy = split.manifest, split.options.replicas
     with SourceFiles(manifest.files) as pool:
         weights.check_tied_copies(manifest, pool)
         manifest = weights.tie_equal_heads(manifest, pool)
         entries = list(manifest.entries.values())
-        if conversion.request.weights_only:
+        if split.request.weights_only:
             entries = list(manifest.of_kind(*WEIGHT_KINDS))
-        conversion.notes.derived += replicas.check(entries, manifest.files, pool, policy)
-    return conversion.with_manifest(manifest)
+        split.notes.derived += replicas.check(entries, manifest.files, pool, policy)
+    return split.with_manifest(manifest)
 
 
-def rename(conversion: StateConversion, options: SplitOptions) -> StateConversion:
-    """Return the conversion under the parameter names of the output, in the order that it needs.
+def rename(split: SplitConversion) -> SplitConversion:
+    """Return the split under the parameter names of the output, in the order that it needs.
 
     Raises:
         UsageError: the names of the files are fixed, and the user asks for others.
     """
-    writer = conversion.writer
+    writer, options = split.writer, split.options
     if writer.has_fixed_names and options.names is not None:
         raise UsageError(f"--names {options.names}", f"has no effect with --to {writer.name}")
-    is_foreign = conversion.source.has_foreign_names(writer) and not writer.has_fixed_names
+    is_foreign = split.source.has_foreign_names(writer) and not writer.has_fixed_names
     has_config = options.names == "hf" or (is_foreign and options.names is None)
     named = writer.rename(
-        conversion,
+        split,
         NameOptions(
             # If --model names code, there is no such file.
             config=_read_config(as_path(options.model)) if has_config and options.model else None,
@@ -226,44 +272,43 @@ def rename(conversion: StateConversion, options: SplitOptions) -> StateConversio
             vocab_size=options.vocab_size,
         ),
     )
-    _compare_merged(conversion, named, options.replicas)
-    conversion = apply_names(conversion, named)
-    conversion = _choose_form(conversion, named, options)
-    manifest, request = conversion.manifest, conversion.request
+    _compare_merged(split, named)
+    split = _choose_form(apply_names(split, named))
+    manifest, request = split.manifest, split.request
     needs_order = writer.numbers_parameters(request) and not request.weights_only
     has_model_names = named.described is None
     if needs_order and has_model_names and not manifest.ordered:
-        shapes = conversion.shapes
+        shapes = split.shapes
         if shapes is None and named.config is not None:
             shapes = describe_config(named.config, manifest.origin.path)
         if shapes is not None:
             manifest = order_by_model(restore_memory_form(manifest, shapes), shapes)
     named = named._replace(manifest=manifest)
     request = replace(request, described=named.described)
-    return replace(conversion, manifest=manifest, naming=named, request=request)
+    return replace(split, manifest=manifest, naming=named, request=request)
 
 
-def _compare_merged(conversion: StateConversion, named: Naming, policy: replicas.Replicas) -> None:
+def _compare_merged(split: SplitConversion, named: Naming) -> None:
     """Compare the values of tensors that became one under the output's names."""
     if named.merged:
+        files, policy = named.manifest.files, split.options.replicas
         entries = [e for e in named.manifest.of_kind(*WEIGHT_KINDS) if e.fqn in named.merged]
-        with SourceFiles(named.manifest.files) as pool:
-            conversion.notes.derived += replicas.check(entries, named.manifest.files, pool, policy)
+        with SourceFiles(files) as pool:
+            split.notes.derived += replicas.check(entries, files, pool, policy)
 
 
-def _choose_form(
-    conversion: StateConversion, named: Naming, options: SplitOptions
-) -> StateConversion:
-    """Return the conversion with the names that transformers writes, or those of its model."""
-    names, manifest = options.names, conversion.manifest
+def _choose_form(split: SplitConversion) -> SplitConversion:
+    """Return the split with the names that transformers writes, or those of its model."""
+    options, manifest, named = split.options, split.manifest, split.naming
+    names = options.names
     is_renamed = named.config is not None  # by a table, to the published names
     if names is None and named.config is not None and library.may_be_converted(named.config):
         names = "module"  # what loads a training state has the model in memory
     if names not in ("hf", "module") or (names == "hf" and is_renamed):
-        return conversion
-    if names == "hf" and conversion.writer.needs_order:
+        return split
+    if names == "hf" and split.writer.needs_order:
         raise UsageError(
-            f"--names hf with --to {conversion.writer.name}",
+            f"--names hf with --to {split.writer.name}",
             "is not possible: its optimizer refers to the model's parameters in memory by number",
             "choose --names module, or leave out --names",
         )
@@ -273,9 +318,9 @@ def _choose_form(
         content = _read_config(path)
         config = ModelConfig(content, path) if content is not None else None
     form = choose_form(manifest, config, names)
-    conversion.notes.derived += form.notes
-    conversion.notes.warnings += form.warnings
-    return replace(conversion, manifest=form.manifest)
+    split.notes.derived += form.notes
+    split.notes.warnings += form.warnings
+    return replace(split, manifest=form.manifest)
 
 
 def _read_config(path: Path) -> Mapping[str, Any] | None:
@@ -284,8 +329,8 @@ def _read_config(path: Path) -> Mapping[str, Any] | None:
     return read_json_object(file) if file.is_file() else None
 
 
-def choose_random_states(conversion: StateConversion, options: SplitOptions) -> StateConversion:
-    """Return the conversion with the random states to write; by default all that can be kept.
+def choose_random_states(split: SplitConversion) -> SplitConversion:
+    """Return the split with the random states to write; by default all that can be kept.
 
     Raises:
         CorruptError: a file of states belongs to another rank.
@@ -293,13 +338,13 @@ def choose_random_states(conversion: StateConversion, options: SplitOptions) -> 
         UnsupportedError: the layout has no place for them.
         UsageError: states of another number of ranks are to be kept.
     """
-    manifest, request, notes = conversion.manifest, conversion.request, conversion.notes
-    files, policy = manifest.train.rng_files, request.rng
+    manifest, request, notes = split.manifest, split.request, split.notes
+    options, files, policy = split.options, manifest.train.rng_files, request.rng
     has_none = manifest.train.rng is None and not files
     is_to_copy = policy in ("keep", "derive")
     # A writer with random states of its own has handled them in `adapt`.
-    if conversion.writer.find_random_states(request) == "own" or (has_none and not is_to_copy):
-        return conversion
+    if split.writer.find_random_states(request) == "own" or (has_none and not is_to_copy):
+        return split
     if has_none:
         is_decided = manifest.has_optimizer or options.without_optimizer or options.init_optimizer
         raise IncompleteError(
@@ -310,34 +355,34 @@ def choose_random_states(conversion: StateConversion, options: SplitOptions) -> 
     if policy == "drop" or request.weights_only:
         reason = "--rng drop" if policy == "drop" else request.weights_option
         notes.dropped.append(f"random states ({reason})")
-        return conversion
-    if conversion.writer.copies_values(conversion):
+        return split
+    if split.writer.copies_values(split):
         notes.kept.append("random states as the source has them")
-        return conversion
-    obstacle = _find_obstacle_to_random_states(conversion)
+        return split
+    obstacle = _find_obstacle_to_random_states(split)
     if obstacle is not None:
         if policy:
             raise obstacle
         notes.dropped.append(f"random states: {obstacle.where} {obstacle.problem}")
-        return conversion
+        return split
     if options.trust != "none":  # each file of states must belong to its rank
         refuse_conflicts(rng.describe_files(files))
     states, ranks = rng.read(files), request.world_size
     if policy != "derive":
         notes.kept.append(f"random states of {units.counted(ranks, 'rank')}")
-        return replace(conversion, rng=states)
+        return replace(split, rng=states)
     devices = sorted({name for state in states for name in state.devices})
     left = f"; those of {', '.join(devices)} are left out" if devices else ""
     of_ranks = units.counted(ranks, "rank")
     notes.derived.append(f"random states of {of_ranks}, seeded from rank 0's and the rank{left}")
-    return replace(conversion, rng=rng.derive(states[0], ranks))
+    return replace(split, rng=rng.derive(states[0], ranks))
 
 
 def _find_obstacle_to_random_states(
-    conversion: StateConversion,
+    split: SplitConversion,
 ) -> IncompleteError | UnsupportedError | UsageError | None:
     """Return why random states can be neither kept nor derived, or None."""
-    manifest, request, writer = conversion.manifest, conversion.request, conversion.writer
+    manifest, request, writer = split.manifest, split.request, split.writer
     files, where = manifest.train.rng_files, manifest.origin.path
     if writer.find_random_states(request) == "none":
         return UnsupportedError(
@@ -360,66 +405,66 @@ def _find_obstacle_to_random_states(
     return None
 
 
-def adapt(conversion: StateConversion) -> StateConversion:
-    """Return the conversion with what its writer and its source change.
+def adapt(split: SplitConversion) -> SplitConversion:
+    """Return the split with what its writer and its source change.
 
     Parts that the writer has no place for are noted.
     """
-    source, writer = conversion.source, conversion.writer
+    source, writer = split.source, split.writer
     if source.name_own_parts is not None and source.writer != writer.name:
-        parts = source.name_own_parts(conversion.manifest)
+        parts = source.name_own_parts(split.manifest)
         reason = f"--to {writer.name} cannot store them"
-        conversion.notes.dropped += [f"{parts}: {reason}"] if parts else []
+        split.notes.dropped += [f"{parts}: {reason}"] if parts else []
     if source.translate is not None and source.writer != writer.name:
-        manifest, notes = source.translate(conversion.manifest)
-        conversion.notes.derived += notes
-        conversion = conversion.with_manifest(manifest)
-    return writer.adapt(conversion)
+        manifest, notes = source.translate(split.manifest)
+        split.notes.derived += notes
+        split = split.with_manifest(manifest)
+    return writer.adapt(split)
 
 
-# The training state to write
+# The training state to write, and its files
 
 
-def build_state(conversion: StateConversion, options: SplitOptions) -> WritableState:
-    """Return the training state to write, with the optimizer and groups that the user chose."""
-    request, notes = conversion.request, conversion.notes
+def build_state(split: SplitConversion) -> SplitConversion:
+    """Return the split with the state to write: the optimizer and groups are the user's choice."""
+    request, notes, options, writer = split.request, split.notes, split.options, split.writer
     state = build_writable_state(
-        conversion.manifest,
+        split.manifest,
         weights_only=request.weights_only,
-        may_lack_weights=conversion.writer.copies_values(conversion),
+        may_lack_weights=writer.copies_values(split),
     )
     groups = param_groups.read(options.param_groups) if options.param_groups else None
-    is_live = bool(request.live_groups) and not request.weights_only
+    is_live = bool(split.live.groups) and not request.weights_only
     is_new = options.init_optimizer == "zeros"
     if is_new and not state.groups and not is_live:
         groups = groups or param_groups.ONE
         state = mark_buffers(state, request.model, "a new optimizer trains only parameters")
     if not is_new and not request.weights_only:
-        others = [] if state.members else run.list_others(conversion.manifest.origin.path)
-        refuse_without_optimizer(state, can_start=conversion.writer.starts_optimizer, others=others)
+        others = [] if state.members else run.list_others(split.manifest.origin.path)
+        refuse_without_optimizer(state, can_start=writer.starts_optimizer, others=others)
     if groups:
         state, derived = param_groups.regroup(state, groups)
         notes.derived += derived
     if is_live:
-        state, derived = param_groups.follow_live(state, request.live_groups)
+        state, derived = param_groups.follow_live(state, split.live.groups)
         notes.derived += derived
     if (
-        conversion.writer.writes_zero(request)
+        writer.writes_zero(request)
         and not request.weights_only
-        and not _keeps_unnamed_members(state, request, conversion.writer)
+        and not _keeps_unnamed_members(state, request, writer)
     ):
         state, derived = param_groups.drop_empty_groups(state)
         notes.derived += derived
     if is_new:
         state, derived = fresh_adam.start_adam(state, request.master_dtype)
         notes.derived += derived
-    elif not request.weights_only and conversion.writer.needs_every_state(request):
+    elif not request.weights_only and writer.needs_every_state(request):
         state, derived = fresh_adam.start_idle(state, request.master_dtype)
         notes.derived += derived
     if not request.weights_only:
         refuse_unwritable_hyper(state)
-    save = _identify_save(state, request, conversion.writer)
-    return replace(state, rng=conversion.rng, save=save)
+    save = identify_save(state, request, writer)
+    return replace(split, state=replace(state, rng=split.rng, save=save))
 
 
 def _keeps_unnamed_members(state: WritableState, request: Request, writer: Writer) -> bool:
@@ -439,60 +484,34 @@ def _keeps_unnamed_members(state: WritableState, request: Request, writer: Write
     )
 
 
-def _identify_save(state: WritableState, request: Request, writer: Writer) -> Save:
-    """Return the stamp of the files to write.
-
-    The id is a digest of the source and of what is written, so that the same command writes the
-    same bytes: names, sizes and stored checksums of the source's files, the tensors and the layout.
-    Files without checksums (safetensors) of two runs have the same names and sizes; a sample of
-    their bytes distinguishes them. For computed values, it includes how they are computed: means of
-    the same files with other factors are another save.
-    """
-    manifest, digest = state.manifest, hashlib.sha256()
-
-    def add(*values: object) -> None:
-        digest.update(repr(values).encode())
-
-    add(manifest.origin.format, manifest.train.step, writer.name, *_list_layout_options(request))
-    for path, file in sorted(manifest.files.items()):
-        add(as_path(path).name, file.nbytes)
-        for record in file.records:
-            digest.update(b"%d %d " % (record.nbytes, record.crc32 or 0))
-    for sample in _sample_unchecked_files(manifest):
-        digest.update(sample)
-    for entry in manifest.entries.values():
-        add(entry.kind, entry.fqn, entry.dtype.name, entry.shape)
-        if entry.chunks and isinstance(entry.chunks[0].file, Derived):
-            add(entry.chunks[0].file.detail)
-    for group in state.groups:
-        add(sorted(group.hyper, key=str), len(group.members))
-    has_step = manifest.train.step is not None or manifest.train.optimizer_step
-    return Save(digest.hexdigest()[:_ID], state.step if has_step else None)
+def lay_out(split: SplitConversion) -> SplitConversion:
+    """Return the split with its files, and with entries for what they copy beside the state."""
+    writer, request, state = split.writer, split.request, split.state
+    manifest, layout = split.manifest, writer.lay_out(state, request)
+    skeleton = layout.skeleton
+    if not is_single_file(split.destination):
+        beside, above = writer.find_companion_folders(skeleton, state, request)
+        skeleton, notes = copy_companions(skeleton, state.manifest, beside=beside, above=above)
+        split.notes.warnings += notes
+        skeleton = _add_config(split, skeleton, beside)
+        skeleton = writer.place(skeleton, state, split.destination.name)
+    check_overlaps(skeleton)
+    added = [
+        *writer.list_own_entries(request),
+        *copied_files.select_entries(manifest, skeleton),
+        *layout.copied,
+    ]
+    if added:
+        manifest = manifest.with_entries([*manifest.entries.values(), *added])
+    return replace(split, manifest=manifest, layout=layout._replace(skeleton=skeleton))
 
 
-def _sample_unchecked_files(manifest: Manifest) -> Iterator[bytes]:
-    """Yield blocks spread over each file that stores no checksum of its content."""
-    with SourceFiles(manifest.files) as pool:
-        for path, file in sorted(manifest.files.items()):
-            if file.lasting and not any(record.crc32 for record in file.records):
-                length = min(_SAMPLE_BYTES, file.nbytes)
-                for number in range(1, _SAMPLES + 1):  # the first bytes are a header
-                    start = (file.nbytes - length) * number // _SAMPLES
-                    yield pool.read(path, start, length)
-
-
-def _list_layout_options(request: Request) -> Iterator[object]:
-    """Yield the layout options of a request as plain values."""
-    for name in sorted(Request.__dataclass_fields__.keys() - _NOT_IN_ID):
-        value = getattr(request, name)
-        if isinstance(value, (bool, int, str, Sizes, DType, MeshGrid, type(None))):
-            yield name, str(value)
-
-
-def leave_out_zeros(skeleton: Skeleton, state: WritableState) -> Skeleton:
-    """Return the skeleton without entries of zeros, which no source has and no window fills."""
-    if not state.zero_slots:
+def _add_config(split: SplitConversion, skeleton: Skeleton, at: str) -> Skeleton:
+    """Return the files with the model's config, if it was derived from the source."""
+    config = split.naming.config
+    has_config = any(PurePosixPath(file.name).name == "config.json" for file in skeleton.files)
+    if config is None or has_config:
         return skeleton
-    return replace(
-        skeleton, entries=tuple(e for e in skeleton.entries if e.key not in state.zero_slots)
-    )
+    skeleton, note = add_derived_config(skeleton, config, split.state, split.request.dtype, at)
+    split.notes.derived.append(note)
+    return skeleton

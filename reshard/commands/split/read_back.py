@@ -7,10 +7,11 @@ from collections.abc import Container, Iterable, Iterator, Sequence
 from pathlib import Path
 
 from reshard import formats
-from reshard.commands.split.options import SplitOptions
+from reshard.commands.output import is_single_file
+from reshard.commands.split.passes import SplitConversion
 from reshard.core.chunks import Chunk
 from reshard.core.dtypes import DType
-from reshard.core.manifest import WEIGHT_KINDS, Entry, Manifest, Skeleton
+from reshard.core.manifest import WEIGHT_KINDS, Entry, Manifest
 from reshard.errors import DifferentError
 from reshard.naming import Naming
 from reshard.quantised import moments
@@ -18,9 +19,7 @@ from reshard.training.optimizers import RECOMPUTED
 from reshard.training.state import WritableState
 
 
-def check(
-    staging: Path, skeleton: Skeleton, state: WritableState, named: Naming, options: SplitOptions
-) -> None:
+def check(split: SplitConversion, staging: Path) -> None:
     """Check that the reader of the output's format finds exactly what was planned.
 
     Of files that are alike, one is checked whole, and the others by the bytes that may differ.
@@ -28,6 +27,14 @@ def check(
     Raises:
         DifferentError: it finds a tensor at another location, or misses one.
     """
+    skeleton, state, named, options = (
+        split.layout.skeleton,
+        split.state,
+        split.naming,
+        split.options,
+    )
+    if is_single_file(split.destination):
+        staging /= split.destination.name
     # With its model, a checkpoint with published names is read as it is in memory.
     model = None if options.names == "hf" and not options.wrap else options.model
     above = staging.parent if staging.is_file() else staging

@@ -12,10 +12,11 @@ from reshard.commands.leaf_counts import describe_leaves
 from reshard.commands.lines import format_list, format_row
 from reshard.commands.output_report import OutputReport, describe_common, list_values
 from reshard.commands.split.options import LayoutOptions
-from reshard.core.manifest import MASTER, WEIGHT_KINDS, Manifest, Skeleton
+from reshard.commands.split.passes import SplitConversion
+from reshard.core.manifest import MASTER, WEIGHT_KINDS, Manifest
 from reshard.engine.planning.planner import Plan
-from reshard.formats import unread
-from reshard.formats.base import StateConversion, Writer
+from reshard.formats import engines, unread
+from reshard.formats.base import Writer
 from reshard.formats.request import Request
 from reshard.options import options_of
 from reshard.state_dict import torch_state_dict
@@ -72,12 +73,10 @@ def _describe_load(writer: Writer, request: Request) -> str:
     return writer.describe_load(request)
 
 
-def describe_split(
-    conversion: StateConversion, state: WritableState, skeleton: Skeleton, plan: Plan
-) -> SplitReport:
+def describe_split(split: SplitConversion, plan: Plan) -> SplitReport:
     """Return the part of a report that is known before the first byte moves."""
-    manifest, request = state.manifest, conversion.request
-    notes, writer = conversion.notes, conversion.writer
+    state, request, layout = split.state, split.request, split.layout
+    manifest, skeleton, notes, writer = state.manifest, layout.skeleton, split.notes, split.writer
     has_stage = writer.writes_zero(request) and request.parallel.is_one
     no_slots = (*WEIGHT_KINDS, copied_files.KIND, copied_files.ITEM, copied_files.TENSOR)
     own_kinds = {entry.kind for entry in writer.list_own_entries(request)}  # not an optimizer's
@@ -87,7 +86,7 @@ def describe_split(
         **describe_common(manifest, skeleton, plan, notes.warnings),
         target=" ".join(filter(None, (writer.name, writer.describe(request)))),
         zero_stage=request.zero_stage if has_stage else None,
-        load_line=_describe_load(writer, request),
+        load_line=layout.load_line or _describe_load(writer, request),
         ranks_before=manifest.origin.world,
         ranks=request.world_size,
         weights=len(state.weights),
@@ -96,9 +95,9 @@ def describe_split(
         derived=list(notes.derived),
         kept=list(notes.kept),
         dropped=list(notes.dropped),
-        notes=list(_list_unread(manifest)),
+        notes=list(layout.notes),
     )
-    if _keeps_everything(conversion):
+    if _keeps_everything(split):
         ranks = units.counted(request.world_size, "rank")
         report.warnings.append(
             f"the output is for {ranks} like the source, in the same layout; --world-size N chooses"
@@ -108,12 +107,25 @@ def describe_split(
     if copied:
         report.kept.append(f"{', '.join(copied)}: copied byte for byte")
         report.warnings = unread.update_notes(report.warnings, manifest.unread_files, copied)
-    report.notes += copied_files.describe_lost_models(manifest.train.hook_files, copied)
+    if not layout.copied:
+        report.notes += _list_unread(manifest)
+        report.notes += copied_files.describe_lost_models(manifest.train.hook_files, copied)
     _report_masters(manifest, request, report)
     _report_optimizer(state, request, report)
     report.dropped += _list_values_of_training(manifest, writer, request)
     if not request.weights_only:
         report.warnings += batch.describe_positions(manifest, request.world_size)
+    report.warnings += engines.describe_defects(
+        engines.LoadedForm(
+            writer.name,
+            [file.name for file in skeleton.files],
+            bool(state.groups),
+            split.live.fsdp,
+            source=manifest.origin if state.has_stored_slots else None,
+            zero_stage=request.zero_stage if writer.writes_zero(request) else None,
+            precision=str(request.dtype or manifest.origin.precision),
+        )
+    )
     return report
 
 
@@ -156,12 +168,11 @@ def _list_values_of_training(manifest: Manifest, writer: Writer, request: Reques
             yield f"{', '.join(lost)} ({request.weights_option})"
 
 
-def _keeps_everything(conversion: StateConversion) -> bool:
+def _keeps_everything(split: SplitConversion) -> bool:
     """Return whether no option asks for anything else than the source has."""
-    options = conversion.options
     declared = {each.name for each in options_of(LayoutOptions)} | {"to", "world_size"}
-    same_ranks = conversion.request.world_size == conversion.manifest.origin.world
-    return same_ranks and declared.isdisjoint(options.given())
+    same_ranks = split.request.world_size == split.manifest.origin.world
+    return same_ranks and declared.isdisjoint(split.options.given())
 
 
 def _list_unread(manifest: Manifest) -> Iterator[str]:

@@ -1,11 +1,16 @@
-"""The options of an output, resolved: the user's, else the values of the source."""
+"""The options of an output, resolved: the user's, else the values of the source; its stamp."""
 
 from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator
+from operator import attrgetter
 
 from reshard.commands.split.options import SplitOptions
 from reshard.core import counts, dtypes
 from reshard.core.dtypes import FLOAT32, DType
 from reshard.core.manifest import Manifest
+from reshard.core.stamps import Save
 from reshard.errors import UsageError
 from reshard.formats import registry
 from reshard.formats.base import Writer
@@ -19,9 +24,23 @@ from reshard.layouts.model_parallel.sizes import ONE, Sizes
 from reshard.layouts.tensor_parallel import TensorPlan
 from reshard.model import ModelShapes
 from reshard.options import options_of
+from reshard.system.derived import Derived
+from reshard.system.files import SourceFiles
 from reshard.system.paths import as_path
 from reshard.training import trainer_run
 from reshard.training.companion_files import describe_beside
+from reshard.training.state import WritableState
+
+_ID = 32  # characters of a save's id
+_SAMPLES, _SAMPLE_BYTES = 4, 4096  # samples of each file without checksums
+# What the ids of all outputs state of a request, as name or name=field: the names stay as they are
+# if a field gets another one, and an option that is added is not among them.
+_STATED = (
+    *("described", "device", "dtype", "engine_config=live.config", "file", "fsdp_version", "grid"),
+    *("live_batch=live.batch", "live_fsdp=live.fsdp", "model", "orig_params", "own", "parallel"),
+    *("program", "rank_files", "rules", "run", "separate_masters", "state_dict_type", "tag"),
+    *("tensor", "weights_only", "world_size", "zero_stage"),
+)
 
 
 def choose_writer(manifest: Manifest, options: SplitOptions) -> Writer:
@@ -149,3 +168,54 @@ def _choose_dtype(options: SplitOptions, *, separate_masters: bool) -> DType | N
     """Return the dtype of the weights; an optimizer that updates them in place starts in fp32."""
     in_place = options.init_optimizer == "zeros" and not separate_masters
     return dtypes.parse_float("--dtype", options.dtype) or (FLOAT32 if in_place else None)
+
+
+def identify_save(state: WritableState, request: Request, writer: Writer) -> Save:
+    """Return the stamp of the files to write.
+
+    The id is a digest of the source and of what is written, so that the same command writes the
+    same bytes: names, sizes and stored checksums of the source's files, the tensors and the layout.
+    Files without checksums (safetensors) of two runs have the same names and sizes; a sample of
+    their bytes distinguishes them. For computed values, it includes how they are computed: means of
+    the same files with other factors are another save.
+    """
+    manifest, digest = state.manifest, hashlib.sha256()
+
+    def add(*values: object) -> None:
+        digest.update(repr(values).encode())
+
+    add(manifest.origin.format, manifest.train.step, writer.name, *_list_layout_options(request))
+    for path, file in sorted(manifest.files.items()):
+        add(as_path(path).name, file.nbytes)
+        for record in file.records:
+            digest.update(b"%d %d " % (record.nbytes, record.crc32 or 0))
+    for sample in _sample_unchecked_files(manifest):
+        digest.update(sample)
+    for entry in manifest.entries.values():
+        add(entry.kind, entry.fqn, entry.dtype.name, entry.shape)
+        if entry.chunks and isinstance(entry.chunks[0].file, Derived):
+            add(entry.chunks[0].file.detail)
+    for group in state.groups:
+        add(sorted(group.hyper, key=str), len(group.members))
+    has_step = manifest.train.step is not None or manifest.train.optimizer_step
+    return Save(digest.hexdigest()[:_ID], state.step if has_step else None)
+
+
+def _sample_unchecked_files(manifest: Manifest) -> Iterator[bytes]:
+    """Yield blocks spread over each file that stores no checksum of its content."""
+    with SourceFiles(manifest.files) as pool:
+        for path, file in sorted(manifest.files.items()):
+            if file.lasting and not any(record.crc32 for record in file.records):
+                length = min(_SAMPLE_BYTES, file.nbytes)
+                for number in range(1, _SAMPLES + 1):  # the first bytes are a header
+                    start = (file.nbytes - length) * number // _SAMPLES
+                    yield pool.read(path, start, length)
+
+
+def _list_layout_options(request: Request) -> Iterator[object]:
+    """Yield the layout options of a request as plain values."""
+    for stated in _STATED:
+        name, _, field = stated.partition("=")
+        value = attrgetter(field or name)(request)
+        if isinstance(value, (bool, int, str, Sizes, DType, MeshGrid, type(None))):
+            yield name, str(value)

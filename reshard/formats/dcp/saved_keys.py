@@ -95,7 +95,7 @@ def find(conversion: StateConversion) -> SavedKeys | None:
     given = conversion.options.given()
     is_new = "param_groups" in given or given.get("init_optimizer") == "zeros"
     is_partial = request.weights_only and manifest.has_optimizer
-    if not request.keeps_layout or is_partial or is_new or request.live_groups:
+    if not request.keeps_layout or is_partial or is_new or request.live.groups:
         return None
     if request.rng in ("derive", "drop"):
         return None

@@ -24,7 +24,7 @@ from reshard.naming.options import ModelNames
 
 if TYPE_CHECKING:
     from reshard.containers.skeletons import LaidOut
-    from reshard.formats.base import RandomStates, StateConversion
+    from reshard.formats.base import RandomStates, S
     from reshard.formats.request import Request
     from reshard.formats.target_options import TargetOptions
     from reshard.layouts.model_parallel.traits import Traits
@@ -149,7 +149,7 @@ class _DeepSpeedWriter(Writer):
             program=_find_program(source) if request.keeps_layout else None,
         )
 
-    def adapt(self, conversion: StateConversion) -> StateConversion:
+    def adapt(self, conversion: S) -> S:
         """Return the conversion with values for codes of moments, unless it is of stage 0."""
         from reshard.formats.values import decode_moments
 
@@ -230,7 +230,7 @@ class Native(_DeepSpeedWriter):
         laid_out = write.lay_out(
             state,
             weights_only=request.weights_only,
-            config=request.engine_config,
+            config=request.live.config,
             tag=request.tag,
             **self._describe_grid(request),
         )

@@ -30,7 +30,7 @@ from reshard.units import round_up
 
 if TYPE_CHECKING:
     from reshard.containers.skeletons import LaidOut
-    from reshard.formats.base import StateConversion
+    from reshard.formats.base import S, StateConversion
     from reshard.formats.request import Request
     from reshard.formats.target_options import TargetOptions
     from reshard.layouts.model_parallel.traits import Traits
@@ -239,7 +239,7 @@ class Megatron(Writer):
         named = Naming(renamed.manifest, notes, described=described, merged=renamed.merged)
         return _trim(named, conversion.request.own)
 
-    def adapt(self, conversion: StateConversion) -> StateConversion:
+    def adapt(self, conversion: S) -> S:
         """Return the conversion with what ranks of Megatron saved beside tensors."""
         from reshard.formats.megatron import kept_states
 

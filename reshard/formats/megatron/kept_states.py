@@ -15,7 +15,7 @@ from reshard.formats.megatron.write.written_states import WrittenStates
 from reshard.units import counted
 
 if TYPE_CHECKING:
-    from reshard.formats.base import StateConversion
+    from reshard.formats.base import S, StateConversion
 
 
 def name_extra_states(manifest: Manifest) -> str:
@@ -24,7 +24,7 @@ def name_extra_states(manifest: Manifest) -> str:
     return f"own states of {count} modules (_extra_state)" if count else ""
 
 
-def adapt(conversion: StateConversion) -> StateConversion:
+def adapt(conversion: S) -> S:
     """Return the conversion with the extra states and random states to write."""
     states = rank_states.get_rank_states(conversion.manifest)
     written = _choose_extra_states(states, conversion)

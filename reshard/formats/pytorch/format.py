@@ -11,7 +11,7 @@ from reshard.core.location import Location, get_directory
 from reshard.core.manifest import Manifest, Skeleton
 from reshard.errors import UsageError
 from reshard.formats import registry
-from reshard.formats.base import Format, ReadHints, Source, StateConversion, Writer
+from reshard.formats.base import Format, ReadHints, S, Source, StateConversion, Writer
 from reshard.formats.pytorch.directory import FILE, NAME, detect, detect_loosely
 from reshard.training import trainer_run
 
@@ -115,7 +115,7 @@ class Dcp(_TorchWriter):
         """Return True: values of any name are items of the directory."""
         return True
 
-    def adapt(self, conversion: StateConversion) -> StateConversion:
+    def adapt(self, conversion: S) -> S:
         """Return the conversion with the keys of a DCP source, if the output can have them."""
         from reshard.formats.dcp import saved_keys
 
@@ -144,7 +144,7 @@ class _OrDeepSpeed(_StateDicts):
         """Return the ZeRO stage or the state dict type."""
         return request.describe_zero() if request.separate_masters else request.state_dict_type
 
-    def adapt(self, conversion: StateConversion) -> StateConversion:
+    def adapt(self, conversion: S) -> S:
         """Return the conversion as DeepSpeed's writer changes it, if that writes the state."""
         engine = registry.find_writer("deepspeed")
         has_engine = conversion.request.separate_masters
@@ -187,7 +187,7 @@ class HFTrainer(_OrDeepSpeed):
         is_like_source = options.state_dict_type is None and source.origin.format in _DEEPSPEED
         return super().has_separate_masters(source, options) or is_like_source
 
-    def adapt(self, conversion: StateConversion) -> StateConversion:
+    def adapt(self, conversion: S) -> S:
         """Return the conversion as the writer of the state changes it.
 
         Raises:
@@ -245,7 +245,7 @@ class Verl(_TorchWriter):
         """Return the version of FSDP."""
         return f"FSDP {request.fsdp_version}"
 
-    def adapt(self, conversion: StateConversion) -> StateConversion:
+    def adapt(self, conversion: S) -> S:
         """Return the conversion with a note if the run had another version of FSDP."""
         from reshard.formats import beside
 

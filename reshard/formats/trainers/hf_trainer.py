@@ -148,7 +148,7 @@ def _find_arguments(state: WritableState, request: Request) -> dict[str, int]:
         "logging_steps": _EVERY,
         "eval_steps": _EVERY,
         "save_steps": _EVERY,
-        **request.live_arguments,
+        **request.live.arguments,
     }
 
 
