@@ -100,15 +100,9 @@ class Cuts:
         """Return the name of the built-in table, which GPT-NeoX's settings decide."""
         if self._dialect != dialects.NEOX or ranks == 1:
             return "megatron"
-        settings = neox.read_settings(self._where)
-        if settings is None:
-            self.notes[
-                "no file states whether GPT-NeoX ran with gpt_j_residual, in which row-parallel"
-                " layers have biases that add up. reshard treats them as copies; copy the run's"
-                " configs/ beside the states, or declare the biases as summed with --rules"
-            ] = None
-            return "megatron"
-        return "neox_parallel" if neox.has_summed_biases(settings) else "megatron"
+        name, notes = neox.choose_table(self._where)
+        self.notes |= dict.fromkeys(notes)
+        return name
 
     def find_split(self, fqn: str, shape: Index) -> Split:
         """Return how tensor-parallel ranks share one parameter."""

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from math import prod
 from pathlib import Path
 from typing import Any
 
 from reshard.containers.pickle_cache import PickleCache
 from reshard.containers.pickles import trust
 from reshard.containers.torch_objects import Tensor, TorchFile
-from reshard.core import counts
 from reshard.core.location import Location, name_missing
 from reshard.core.manifest import (
     BUFFER,
@@ -28,7 +26,15 @@ from reshard.core.manifest import (
     index_entries,
 )
 from reshard.errors import MIXED, CorruptError, IncompleteError, UnsupportedError, shown
-from reshard.formats.deepspeed import stage0, stage3, stage12, swap
+from reshard.formats.deepspeed import (
+    mics,
+    optimized_linear,
+    stage0,
+    stage3,
+    stage12,
+    swap,
+    zenflow,
+)
 from reshard.formats.deepspeed.directory import RankFiles
 from reshard.formats.deepspeed.experts.layout import list_expert_data_ranks
 from reshard.formats.deepspeed.order import get_zero_section
@@ -117,7 +123,7 @@ def read(
     """
     first = first or open_first(files)
     world_size = first.data_ranks or max(len(files.optim), 1)
-    savers = _mics_shard_size(first) or world_size
+    savers = mics.count_savers(first, world_size)
     _require_optimizer(files, first, world_size)
     files.check_ranks(savers)
     # Each cache has pickles of one kind: what was checked of the first is true for equal ones.
@@ -142,17 +148,6 @@ def _with_shapes(first: ModelStates, ranks: Sequence[OptimizerStates]) -> ModelS
     return replace(
         first, root={**first.root, "param_shapes": require_equal("param_shapes", listed)}
     )
-
-
-def _mics_shard_size(first: ModelStates) -> int:
-    """Return the number of ranks in a MiCS group (DeepSpeed 0.9.2 to 0.17); 0 without MiCS.
-
-    The ranks of a group share every parameter. Only the first group saves; the others have the
-    same values.
-    """
-    declared = get_zero_section(first.config).get("mics_shard_size")
-    is_on = type(declared) is int and declared > 0  # -1: off
-    return counts.check_count(first.file.path, "mics_shard_size", declared) if is_on else 0
 
 
 def _require_optimizer(files: RankFiles, first: ModelStates, world_size: int) -> None:
@@ -257,14 +252,13 @@ def _assemble(
     stage, warnings = optimizer.stage, optimizer.warnings
     in_16_bit = any(entry.kind == MASTER for entry in optimizer.entries)
     module = _read_module(models, tied, sharded=stage == 3)
-    if isinstance(get_zero_section(first.config).get("zenflow"), dict):
-        kept = _drop_older_masters(optimizer, {entry.fqn for entry in module})
-    else:
-        kept = optimizer.entries
     order = {name: index for index, name in enumerate(first.module)}
     # sorted() is stable: of one parameter, the module's copy precedes its master and its slots.
-    entries = sorted([*module, *kept], key=lambda entry: order.get(entry.fqn, len(order)))
-    entries = _drop_base_shards(entries, warnings)
+    entries = sorted(
+        [*module, *optimizer.entries], key=lambda entry: order.get(entry.fqn, len(order))
+    )
+    for drop in (zenflow.drop_older_masters, optimized_linear.drop_base_shards):
+        entries = drop(first, entries, warnings)
     if stage == 3:
         warnings += _warn_of_quantised(first)
     opened = [*(model.file for model in models), *layers, *(rank.file for rank in ranks)]
@@ -467,52 +461,6 @@ def _add_frozen_copy(model: ModelStates, entry: Entry) -> Entry:
                 MIXED,
             )
     return entry
-
-
-def _drop_older_masters(optimizer: OptimizerContent, module: Collection[str]) -> list[Entry]:
-    """Return the optimizer's entries without masters that are older than the 16-bit weights.
-
-    DeepSpeed 0.19.8 ``runtime/zenflow/zenflow_stage_1_and_2.py``: ZenFlow updates selected columns
-    in the 16-bit weights alone; the model computes with them, and ``sync_fp32_param_from_gpu``
-    overwrites all masters with them at each selection.
-    """
-    kept = [entry for entry in optimizer.entries if entry.kind != MASTER or entry.fqn not in module]
-    if len(kept) == len(optimizer.entries):
-        optimizer.warnings.append(
-            "trained with ZenFlow, which updates selected columns in the 16-bit weights; at stage 3"
-            " the files hold fp32 masters alone, without the newest updates of those columns"
-        )
-    else:
-        optimizer.warnings.append(
-            "trained with ZenFlow: the 16-bit weights are newer than their fp32 masters and are"
-            " taken instead; a run that continues starts its masters from them, as DeepSpeed does"
-            " at each selection of columns"
-        )
-    return kept
-
-
-def _drop_base_shards(entries: Sequence[Entry], warnings: list[str]) -> list[Entry]:
-    """Return the entries without base weights of which the files hold one rank's shard.
-
-    DeepSpeed 0.19.8 ``linear/optimized_linear.py``: with ``base_weight_sharding``, each rank has a
-    1-d part of a layer's ``weight``. The engine saves that of the first rank alone.
-    """
-    shapes = {entry.fqn: entry.shape for entry in entries}
-    shards = []
-    for fqn, shape in shapes.items():
-        layer = fqn.removesuffix("weight")
-        down, up = (shapes.get(f"{layer}lora_weight_{n}.weight", ()) for n in (1, 2))
-        # ``lora_weight_1`` is (LoRA rank, in), ``lora_weight_2`` (out, LoRA rank); the whole base
-        # weight has out x in elements.
-        if len(shape) == 1 and len(down) == len(up) == 2 and prod(shape) < up[0] * down[1]:
-            shards.append(fqn)
-    if shards:
-        warnings.append(
-            "DeepSpeed's base_weight_sharding (OptimizedLinear) shards frozen weights over the"
-            f" ranks and saves the first rank's shard alone, so these are missing:"
-            f" {some(shards, _LISTED)}"
-        )
-    return [entry for entry in entries if entry.fqn not in shards]
 
 
 def _warn_of_quantised(first: ModelStates) -> list[str]:

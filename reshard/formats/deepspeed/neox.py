@@ -58,9 +58,20 @@ def read_files(checkpoint: str) -> dict[Path, bytes]:
     return contents
 
 
-def has_summed_biases(settings: Mapping[str, Any]) -> bool:
-    """Return whether each tensor-parallel rank adds its own bias before the outputs are reduced."""
-    return bool(settings.get("gpt_j_residual"))
+def choose_table(checkpoint: str) -> tuple[str, list[str]]:
+    """Return the table of how tensor-parallel ranks share the model, and notes.
+
+    With ``gpt_j_residual``, each rank adds its own bias before the outputs are reduced.
+    """
+    settings = read_settings(checkpoint)
+    note = (
+        "no file states whether GPT-NeoX ran with gpt_j_residual, in which row-parallel"
+        " layers have biases that add up. reshard treats them as copies; copy the run's"
+        " configs/ beside the states, or declare the biases as summed with --rules"
+    )
+    if settings is None:
+        return "megatron", [note]
+    return "neox_parallel" if settings.get("gpt_j_residual") else "megatron", []
 
 
 def read_traits(settings: Mapping[str, Any], padded_vocab: Any, source: str) -> Traits:

@@ -58,10 +58,7 @@ def read(location: Location, rules: Path | None = None) -> Manifest:
     """
     models = unwrap_names(_open_models(location))
     listed = models[0].module
-    uses_autoep = bool(models[0].root.get("ds_autoep_layers"))
-    if uses_autoep:
-        models[0] = autoep.drop_aliases(models[0])
-    model = models[0]
+    model = models[0] = autoep.drop_aliases(models[0])
     module = model.module
     files: dict[str, TorchFile] = {state.file.path: state.file for state in models}
     # Each file is a model-parallel rank's, or a data-parallel rank's.
@@ -106,7 +103,7 @@ def read(location: Location, rules: Path | None = None) -> Manifest:
         unknown_globals=trust.list_unknown(set().union(*(file.globals for file in files.values()))),
         ordered=True,  # by the module of the model states
     )
-    return autoep.restore_names(manifest, model) if uses_autoep else manifest
+    return autoep.restore_names(manifest, model)
 
 
 def _read_parameters(

@@ -74,6 +74,11 @@ class _ModelPlace:
         return apply_views(entry.chunks, views)
 
 
+def uses_autoep(first: ModelStates) -> bool:
+    """Return whether AutoEP replaced layers of the model."""
+    return bool(first.root.get("ds_autoep_layers"))
+
+
 def read(files: TagFiles, first: ModelStates) -> Manifest:
     """Describe the training state under the names of the model that the program built.
 
@@ -97,9 +102,13 @@ def read(files: TagFiles, first: ModelStates) -> Manifest:
 def restore_names(manifest: Manifest, first: ModelStates) -> Manifest:
     """Return a universal checkpoint, which has whole weights, under the model's names.
 
+    That of a run without AutoEP has them.
+
     Args:
         first: its model states, without aliases.
     """
+    if not uses_autoep(first):
+        return manifest
     _refuse_own_names(first)
     return _restore(manifest, manifest.entries.values(), first)
 
@@ -269,10 +278,12 @@ def drop_aliases(first: ModelStates) -> ModelStates:
 
     Stage 3 has placeholders for both, and nothing states that they are one.
     """
+    if not uses_autoep(first):
+        return first
     names = set(first.module)
     aliases = {
         alias
-        for entry in first.root["ds_autoep_layers"] or ()
+        for entry in first.root["ds_autoep_layers"]
         for name in names
         if name.startswith(prefix := f"{entry['module_path']}.router.")
         and (alias := f"{entry['module_path']}.gate.{name.removeprefix(prefix)}") in names
