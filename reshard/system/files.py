@@ -274,10 +274,11 @@ class SourceFiles(OpenFiles):
     def prefetch(self, ranges: Iterable[Range]) -> list[Range]:
         """Fetch ranges (file, byte offset, nbytes) that will be read next, many at a time.
 
-        Those close together are fetched by one read. Where reads wait, many are in flight.
+        Those close together are fetched by one read. Where reads wait, many are in flight. What was
+        fetched before is not fetched again.
 
         Returns:
-            The ranges that are now kept in memory, until they are dropped or the pool is closed.
+            The ranges that are now also kept in memory, until they are dropped or the pool is closed.
 
         Raises:
             CorruptError, IncompleteError, ReshardError: as in `read_into`.
@@ -286,6 +287,7 @@ class SourceFiles(OpenFiles):
             each
             for each in ranges
             if not isinstance(each[0], Derived) and not escaped.is_escaped(each[0])
+            if self._fetched.find(*each) is None
         ]
         remote = list(merge_ranges(each for each in stored if is_remote(each[0])))
         local = list(merge_ranges((each for each in stored if not is_remote(each[0])), gap=_NEAR))
@@ -350,8 +352,10 @@ class Section:
         self._pool = pool
         self._read = partial(pool.read, path)
         ends = self.find_ends(start, nbytes)
-        self._head, self._tail = map_files(ends, lambda end: self._read(*end) if end[1] else b"")
+        fetched = pool.prefetch((path, *end) for end in ends) if ends[1][1] else []
+        self._head, self._tail = (self._read(*end) if end[1] else b"" for end in ends)
         self._tail_offset = ends[1][0] - start
+        pool.drop(fetched)
 
     @property
     def version(self) -> FileVersion:

@@ -28,7 +28,7 @@ _CHECK_SECONDS = 0.1  # between two looks for a signal while the main thread wai
 _LONG_WAIT = 0.002  # seconds; files of a local disk that are cached take a tenth of that
 _MUCH = 4  # times; on a busy machine, a thread also waits for a core
 _MOST_TIMED = 64  # files whose time is measured together
-_READERS = 16  # threads that wait for a file system or an object store
+_READERS = 64  # threads that wait for a file system or an object store
 _KNOWN_SECONDS = 2.0  # a busy machine may look like a network, and threads then cost time
 
 
