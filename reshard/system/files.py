@@ -278,7 +278,7 @@ class SourceFiles(OpenFiles):
         fetched before is not fetched again.
 
         Returns:
-            The ranges that are now also kept in memory, until they are dropped or the pool is closed.
+            The ranges that are now also kept in memory, until they are dropped or the pool closes.
 
         Raises:
             CorruptError, IncompleteError, ReshardError: as in `read_into`.
