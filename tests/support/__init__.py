@@ -2,6 +2,7 @@
 
 Modules:
     browser: drives a headless Chromium, to look at the pages that reshard writes.
+    budget: compares the size of the code with the committed numbers.
     computed: bytes that are computed in tiles when they are read.
     crashed: recognizes ranks that native code killed, which are then started once more.
     digests: short digests of tensors, which samples keep instead of the tensors.
