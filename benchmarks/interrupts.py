@@ -41,6 +41,7 @@ READING = {
 def strike(lab: Lab, name: str, most: int, coin: random.Random) -> bool:
     """Interrupt one command again and again; return whether all checks passed."""
     command = WRITING.get(name) or READING[name]
+    lab.clean()
     found = interrupts.points(lab, command, FILES, coin)
     bad = 0
     for at in found[:most]:

@@ -1,6 +1,6 @@
 """Measure how a run starts from a checkpoint of another number of ranks: live or converted.
 
-    python benchmarks/live.py WORK [hidden layers repeats]
+    python benchmarks/live.py WORK [hidden layers repeats [ways ...]]
 
 Four ranks train a Llama with real DeepSpeed at stage 2 and save. Then two ranks load it with
 
@@ -218,10 +218,15 @@ def main() -> None:
             use_dcp(work, *map(int, sizes), how)
         return
     repeats = int(sys.argv[4]) if len(sys.argv) > 4 else 1
+    ways = tuple(sys.argv[5:]) or (*DEEPSPEED, *FSDP)
+    saves = [
+        *(["train"] if {*DEEPSPEED} & {*ways} else []),
+        *(["train-4", "train-2"] if {*FSDP} & {*ways} else []),
+    ]
     shutil.rmtree(work, ignore_errors=True)
     work.mkdir(parents=True)
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu"}
-    for how in ("train", "train-4", "train-2", *repeats * (*DEEPSPEED, *FSDP)):
+    for how in (*saves, *repeats * ways):
         command = [sys.executable, "-m", "torch.distributed.run"]
         command += ["--nproc-per-node", str(RANKS[how]), __file__, str(work), *sizes, how]
         began = {"DS_BUILD_OPS": "0", "BEGAN": str(time.time())}

@@ -28,6 +28,7 @@ class Shape:
 
 
 SHAPES = {  # parameters, in millions
+    "2": Shape(256, 512, 2, 1000),
     "15": Shape(512, 1536, 4, 4000),
     "90": Shape(512, 1536, 16),
     "230": Shape(1024, 3072, 12),
