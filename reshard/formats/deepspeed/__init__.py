@@ -8,6 +8,7 @@
     stage0      whole tensors under an index
     stage12     stages 1 and 2: one flat tensor for each group, in equal pieces
     stage3      every parameter in equal pieces; swap: optimizer states on disk
+    elastic     states that elastic_checkpoint took apart
     mics        groups of ranks, of which the first saves
     zenflow     16-bit weights that are newer than their masters
     optimized_linear frozen weights of which the first rank's part is saved

@@ -16,7 +16,7 @@ from reshard.core.dtypes import DType
 from reshard.core.manifest import BUFFER, PARAM, Entry
 from reshard.core.schema import expect
 from reshard.errors import MIXED, OTHER_FILE, CorruptError, UnsupportedError, shown
-from reshard.formats.deepspeed import schemas
+from reshard.formats.deepspeed import elastic, schemas
 from reshard.quantised import moments
 from reshard.state_dict import leaves
 from reshard.state_dict.optimizers import nested_slots
@@ -199,7 +199,7 @@ class OptimizerStates:
 
     @property
     def optimizer(self) -> dict[str, Any]:
-        """State dict of the wrapped optimizer; empty if ``elastic_checkpoint`` took it apart."""
+        """State dict of the wrapped optimizer."""
         inner = self.root.get("optimizer_state_dict" if self.is_stage_3 else "base_optimizer_state")
         return inner if isinstance(inner, dict) else {}
 
@@ -207,22 +207,12 @@ class OptimizerStates:
         """Return the optimizer's state of one flat tensor, with values for bitsandbytes' codes.
 
         Raises:
-            CorruptError: the list that ``elastic_checkpoint`` writes is too short, or codes and
-                scales do not fit together.
+            CorruptError: codes and scales do not fit together.
         """
-        states = self.root.get("base_optimizer_state")
-        if self.is_stage_3 or not isinstance(states, (list, tuple)):
-            if index not in self._decoded:  # several readers ask for it
-                stored = self.optimizer.get("state", {}).get(index) or {}
-                self._decoded[index] = moments.decode_state(flatten_state(stored))
-            return self._decoded[index]
-        if index >= len(states):
-            raise CorruptError(
-                self.file.path,
-                f"base_optimizer_state contains {len(states)} groups; group {index} is missing",
-                MIXED,
-            )
-        return states[index] or {}
+        if index not in self._decoded:  # several readers ask for it
+            stored = self.optimizer.get("state", {}).get(index) or {}
+            self._decoded[index] = moments.decode_state(flatten_state(stored))
+        return self._decoded[index]
 
     @property
     def common_state(self) -> dict[str, Any]:
@@ -461,7 +451,7 @@ def open_optimizer(path: Path, rank: int, cache: PickleCache | None = None) -> O
         expect(path, file.root, schemas.VERSIONED)
         expect(path, inner, schemas.OPTIMIZER_STATES, "optimizer_state_dict")
     version = str(file.root.get("ds_version") or inner.get("ds_version") or "")
-    return OptimizerStates(file, inner, rank, version)
+    return OptimizerStates(file, elastic.restore(path, inner), rank, version)
 
 
 def require_equal(what: str, values: Mapping[str, Any]) -> Any:

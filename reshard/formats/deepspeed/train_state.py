@@ -242,19 +242,15 @@ def read_steps(ranks: Sequence[OptimizerStates], shapes: Shapes) -> dict[str, fl
 
 
 def _read_step(rank: OptimizerStates, index: int) -> float | None:
-    common = rank.root.get("base_optimizer_state_step")  # elastic_checkpoint has no param groups
-    step = find_step(rank.get_group_state(index), rank.optimizer, index, common)
-    return read_number(rank.file, step)
+    return read_number(rank.file, find_step(rank.get_group_state(index), rank.optimizer, index))
 
 
-def find_step(
-    state: Mapping[str, Any], optimizer: Mapping[str, Any], index: int, otherwise: Any = None
-) -> Any:
+def find_step(state: Mapping[str, Any], optimizer: Mapping[str, Any], index: int) -> Any:
     """Return the counter of a parameter's state, or of its group (apex's FusedAdam)."""
     if not state or "step" in state:
         return state.get("step")
     groups = optimizer.get("param_groups", [])
-    return next((g["step"] for g in groups if index in g["params"] and "step" in g), otherwise)
+    return next((g["step"] for g in groups if index in g["params"] and "step" in g), None)
 
 
 def list_possible_initial_updates(version: str, stage: int, *, in_16_bit: bool) -> tuple[int, ...]:
