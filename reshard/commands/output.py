@@ -322,9 +322,13 @@ def _build_page(document: Mapping[str, Any], manifest: Manifest, skeleton: Skele
         document: ``to_json()`` of the report.
     """
     from reshard.commands.inspect import Inspection
+    from reshard.formats import registry
     from reshard.html import pages
 
-    return pages.build_output_page(document, Inspection(manifest).to_json(), manifest, skeleton)
+    target = document.get("target", "").partition(" ")[0]
+    has_masters = bool(target) and registry.find_writer(target).stores_masters
+    facts = Inspection(manifest).to_json()
+    return pages.build_output_page(document, facts, manifest, skeleton, has_masters=has_masters)
 
 
 def check_skeleton(skeleton: Skeleton) -> None:

@@ -227,6 +227,24 @@ Padding = Literal["zero", "uninitialized", "unknown"]
 
 
 @dataclass(frozen=True, slots=True)
+class FrameworkFacts:
+    """What is true of every checkpoint of the framework that saved this one.
+
+    Args:
+        describes_model: whether its files state the model's order of parameters and all buffers.
+        wraps_ddp: whether it may save a model inside of DDP.
+        shards_by_fsdp: whether FSDP may have sharded the parameters.
+        divides_by_decay: whether its optimizer has one param group with weight decay and one
+            without, as HF Trainer's has.
+    """
+
+    describes_model: bool = False
+    wraps_ddp: bool = True
+    shards_by_fsdp: bool = False
+    divides_by_decay: bool = False
+
+
+@dataclass(frozen=True, slots=True)
 class Origin:
     """The format of a checkpoint, the versions of what wrote it, and its grid of ranks.
 
@@ -239,6 +257,7 @@ class Origin:
         padding: what the framework leaves between the tensors of a flat partition.
         device: device type of the mesh of DTensors, for example "cuda"; empty: none is stated.
         weights_only: whether the files are those of a model: weights alone, not in its order.
+        facts: what follows from the framework that saved it.
     """
 
     format: str
@@ -252,6 +271,7 @@ class Origin:
     padding: Padding = "unknown"
     device: str = ""
     weights_only: bool = False
+    facts: FrameworkFacts = FrameworkFacts()
 
     @property
     def world(self) -> int:

@@ -114,6 +114,7 @@ class Writer(ABC):
         starts_optimizer: whether a new Adam can be written (``--init-optimizer zeros``).
         is_tagged: whether the state files are in a directory named by the step.
         writes_file: whether the layout can be one file.
+        stores_masters: whether the files have master weights beside the module's.
         needs_order: whether optimizer states refer to parameters by their position in the model.
         has_fixed_names: whether the files have parameter names of their own, which ``--names``
             cannot change.
@@ -138,6 +139,7 @@ class Writer(ABC):
     starts_optimizer = True
     is_tagged = False
     writes_file = False
+    stores_masters = False
     needs_order = False
     has_fixed_names = False
     needs_shapes = True

@@ -21,10 +21,7 @@ from reshard.units import counted, some
 _LISTED = 4
 _PARAMETERS = ("weight", "bias")  # what the parameters of most modules are called
 _STATISTIC = ".running_var"
-_STATED = ("deepspeed", "megatron")  # formats whose files list or name their buffers
 _SAY_MODEL = "pass the model: --model config.json|DIR|module:factory"
-# Formats whose parameters may be sharded by FSDP.
-_SHARDED = ("dcp", "fsdp", "torchtitan", "verl", "accelerate", "hf-trainer", "lightning")
 
 
 def build_is_divided(state: WritableState, model: ModelShapes | None) -> Callable[[Weight], bool]:
@@ -112,10 +109,10 @@ def mark_buffers(
 
 
 def marks_buffers(state: WritableState) -> bool:
-    """Return whether the files or a model told all buffers; DeepSpeed's and Megatron's do."""
+    """Return whether the files or a model told all buffers."""
     manifest = state.manifest
     is_marked = any(weight.is_buffer for weight in state.weights) and manifest.all_buffers_marked
-    is_known = manifest.ordered_by_model or manifest.origin.format.startswith(_STATED)
+    is_known = manifest.ordered_by_model or manifest.origin.facts.describes_model
     return is_marked or is_known
 
 
@@ -143,7 +140,7 @@ def _is_sharded_by_fsdp(state: WritableState) -> bool:
     A tensor-parallel run cuts some weights along dim 1, and leaves some parameters whole, unless
     FSDP shards what is left: then no trained weight is whole.
     """
-    if state.manifest.origin.format not in _SHARDED:
+    if not state.manifest.origin.facts.shards_by_fsdp:
         return False
     placements = state.manifest.placements.values()
     if placements:

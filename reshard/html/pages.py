@@ -54,10 +54,19 @@ def build_inspect_page(document: Document, manifest: Manifest) -> Page:
 
 
 def build_output_page(
-    document: Document, facts: Document, manifest: Manifest, skeleton: Skeleton
+    document: Document,
+    facts: Document,
+    manifest: Manifest,
+    skeleton: Skeleton,
+    *,
+    has_masters: bool,
 ) -> Page:
-    """Build the page of a merge, split or conversion: its source, and its output."""
-    layout = _set_read_kinds(skeleton, document.get("target", ""))
+    """Build the page of a merge, split or conversion: its source, and its output.
+
+    Args:
+        has_masters: whether the output has master weights beside the module's.
+    """
+    layout = _set_read_kinds(skeleton, has_masters=has_masters)
     verb = "wrote" if document["done"] else "would write (dry run)"
     size = units.show_bytes(document["bytes_written"])
     checked = "every byte read back" if document["verified"] else "not read back"
@@ -114,14 +123,13 @@ def _build_averaged_table(sources: Sequence[Document]) -> Iterator[PageTable]:
         )
 
 
-def _set_read_kinds(skeleton: Skeleton, target: str) -> Skeleton:
+def _set_read_kinds(skeleton: Skeleton, *, has_masters: bool) -> Skeleton:
     """Return the skeleton with the kinds that entries have when the output is read.
 
     An entry of a skeleton has the kind of the source entry that fills it. Module weights may thus
-    be called masters, masters may be called weights, and one entry may be both. Only DeepSpeed has
-    masters: in optimizer files, or in a wider dtype than the module's copy.
+    be called masters, masters may be called weights, and one entry may be both. Masters
+    are in optimizer files, or in a wider dtype than the module's copy.
     """
-    has_masters = target.startswith(("deepspeed", "ds-universal"))
     sizes: dict[str, set[int]] = {}
     for entry in skeleton.entries:
         if entry.kind in (PARAM, MASTER):

@@ -65,10 +65,6 @@ _OPEN_END = (
     "no file states how many ranks saved: there are shards of {}, and each tensor is taken to end"
     " with the last of them; --model config.json checks the shapes"
 )
-# Their programs save the model inside of DDP: Lightning 2.6 ``strategies/strategy.py``
-# (``lightning_module_state_dict``), Accelerate 1.15 ``accelerator.py`` (``prepare_model``),
-# transformers 5.24 ``trainer.py`` (``_save``). The others do not use DDP.
-_UNWRAPPED_FORMATS = ("lightning", "accelerate", "hf-trainer", "torchtitan", "verl")
 _COUNTER = re.compile(r"(global_?)?steps?|iterations?|last_epoch|_step_count|epoch")
 
 _WITH_ADAPTERS = (
@@ -117,7 +113,7 @@ def build_manifest(
             model,
             parsed,
             pool,
-            by_trainer=origin.format == "hf-trainer",
+            by_trainer=origin.facts.divides_by_decay,
             ignored=ignored,
         )
     trained = _name_as_trained(entries, read)
@@ -162,8 +158,7 @@ def _may_be_ddp(origin: Origin, weights: Iterable[GlobalTensor]) -> bool:
     DDP cannot wrap a model whose parameters are DTensors on an axis that shards them. DCP does not
     store axes, and may be Megatron FSDP's, whose wrapper has the name of DDP's.
     """
-    is_lightning_1 = origin.versions.get("lightning", "").startswith("1.")  # see `native`
-    if origin.format in _UNWRAPPED_FORMATS and not is_lightning_1:
+    if not origin.facts.wraps_ddp:
         return False
     sharded = {axis for tensor in weights for axis, dim in tensor.placement if dim is not None}
     return all(ROLES.get(axis) == "tensor" for axis in sharded)

@@ -230,8 +230,8 @@ def _find_positions(state: WritableState, model: ModelShapes) -> dict[str, int]:
 
 def has_flat_storage(manifest: Manifest) -> bool:
     """Return whether one stored buffer has several parameters end to end, as FSDP 1's units do."""
-    if manifest.origin.format.startswith(("deepspeed", "megatron")):
-        return False  # their readers give the model's order
+    if manifest.origin.facts.describes_model:
+        return False  # the reader gives the model's order, whatever the storage is
     starts = {
         path: [record.byte_offset for record in file.records]
         for path, file in manifest.files.items()

@@ -9,7 +9,7 @@ import pytest
 from reshard.core.box import Box, row_major
 from reshard.core.chunks import Chunk
 from reshard.core.dtypes import BY_NAME, FLOAT32
-from reshard.core.manifest import PARAM, Entry, Manifest, Origin, index_entries
+from reshard.core.manifest import PARAM, Entry, FrameworkFacts, Manifest, Origin, index_entries
 from reshard.errors import UnsupportedError
 from reshard.formats.fsdp import flat_units
 from reshard.formats.parameter_kinds import build_is_divided
@@ -58,7 +58,12 @@ def test_one_row_is_ignored_only_if_every_rank_has_it(file, copies, divided):
     cut = make_weight("cut", (4, 2), [Box((0, 0), (2, 2)), Box((2, 0), (2, 2))])
     row = make_weight("row", (1, 2), [Box((0, 0), (1, 2))] * copies)
     entries = index_entries([cut.value, row.value])
-    manifest = Manifest(Origin("fsdp", "path", mesh={"world": 2}), entries, {}, ordered=True)
+    manifest = Manifest(
+        Origin("fsdp", "path", mesh={"world": 2}, facts=FrameworkFacts(shards_by_fsdp=True)),
+        entries,
+        {},
+        ordered=True,
+    )
     members = [SimpleNamespace(fqn=each.fqn, weight=each) for each in (cut, row)]
     state = SimpleNamespace(members=members, weights=[cut, row], groups=[], manifest=manifest)
     is_divided = build_is_divided(state, None)

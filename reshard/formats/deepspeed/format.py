@@ -120,6 +120,7 @@ class _DeepSpeedWriter(Writer):
     """A writer of either kind of directory."""
 
     is_tagged = True
+    stores_masters = True
     keeps_wrappers_of = (NAME, UNIVERSAL)
 
     def resolve(self, request: Request, source: Manifest, options: TargetOptions) -> Request:

@@ -17,6 +17,7 @@ from reshard.core.manifest import (
     PARAM,
     Claim,
     Entry,
+    FrameworkFacts,
     Manifest,
     Origin,
     Padding,
@@ -276,6 +277,7 @@ def _assemble(
             ),
             zero_stage=stage,
             padding=_PADDING.get(stage, "unknown"),
+            facts=FrameworkFacts(describes_model=True),
         ),
         entries=index_entries(entries),
         files={file.path: _describe_source(file, optimizer) for file in opened}

@@ -22,7 +22,17 @@ from reshard.core import dtypes
 from reshard.core.box import Index, whole
 from reshard.core.chunks import contiguous
 from reshard.core.location import Location
-from reshard.core.manifest import BUFFER, MASTER, PARAM, Entry, Key, Manifest, Origin, index_entries
+from reshard.core.manifest import (
+    BUFFER,
+    MASTER,
+    PARAM,
+    Entry,
+    FrameworkFacts,
+    Key,
+    Manifest,
+    Origin,
+    index_entries,
+)
 from reshard.core.schema import expect
 from reshard.errors import OTHER_FILE, CorruptError, IncompleteError
 from reshard.formats.deepspeed import order, stage3
@@ -86,6 +96,7 @@ def read(location: Location, rules: Path | None = None) -> Manifest:
             mesh={"world": model.data_ranks or 1},
             precision=_find_precision(model),
             zero_stage=stage if isinstance(stage, int) and stage in range(4) else None,
+            facts=FrameworkFacts(describes_model=True),
         ),
         entries=index_entries(entries),
         files={path: file.source() for path, file in files.items()},

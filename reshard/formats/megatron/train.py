@@ -8,6 +8,7 @@ from typing import Any
 from reshard.core.location import Location
 from reshard.core.manifest import (
     PARAM,
+    FrameworkFacts,
     Manifest,
     Origin,
     ParamGroup,
@@ -39,6 +40,7 @@ def make_origin(location: Location, args: Arguments, detail: str, manifest: Mani
         form=detail.partition(",")[0],
         mesh=args.make_mesh(),
         precision=find_most_common_dtype(entry.dtype for entry in manifest.of_kind(PARAM)),
+        facts=FrameworkFacts(describes_model=True),
     )
 
 

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from dataclasses import replace
 
 from reshard.core.location import Location
-from reshard.core.manifest import TrainState
+from reshard.core.manifest import FrameworkFacts, TrainState
 from reshard.formats.beside import TRAINER_STATE
 from reshard.formats.dcp import directory as dcp
 from reshard.formats.pytorch import directory
@@ -22,6 +23,16 @@ _NOT_OF_TRAINER = re.compile(
     r"\.metadata|.*\.distcp|scheduler\.bin|random_states_\d+\.pkl|checkpoint\.pt"
     r"|(model|optim|extra_state)_.*rank_?\d+\.pt"
 )
+_FSDP = FrameworkFacts(shards_by_fsdp=True)
+# These save the module without DDP's wrapper: Lightning 2.6 ``strategies/strategy.py``
+# (``lightning_module_state_dict``), Accelerate 1.15 ``accelerator.py`` (``prepare_model``),
+# transformers 5.24 ``trainer.py`` (``_save``); torchtitan and verl do not use DDP.
+_UNWRAPPED = replace(_FSDP, wraps_ddp=False)
+_FRAMEWORKS = {
+    **dict.fromkeys(("dcp", "fsdp"), _FSDP),
+    **dict.fromkeys(("lightning", "accelerate", "torchtitan", "verl"), _UNWRAPPED),
+    "hf-trainer": replace(_UNWRAPPED, divides_by_decay=True),
+}
 _STEP = re.compile(r"(?:global_|epoch_\d+_(?:train_)?)?step[-_]?(\d+)(?:-unsharded)?")
 
 
@@ -73,6 +84,13 @@ def detect_framework(location: Location, parsed: ParsedTree, run: TrainerRun | N
         "fsdp": parsed.world > 1,
     }
     return next((name for name, shown in signs.items() if shown), NAME)
+
+
+def describe_framework(framework: str, versions: Mapping[str, str]) -> FrameworkFacts:
+    """Return what is true of every checkpoint of a framework."""
+    facts = _FRAMEWORKS.get(framework, FrameworkFacts())
+    is_lightning_1 = versions.get("lightning", "").startswith("1.")  # its DDP wraps the module
+    return replace(facts, wraps_ddp=True) if is_lightning_1 else facts
 
 
 def describe_files(location: Location) -> str:

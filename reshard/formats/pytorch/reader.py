@@ -106,11 +106,14 @@ def read(
     run_of_trainer = trainer_run.read(trainer, f"{location}/{beside.TRAINER_STATE}")
     root = first.root if isinstance(first.root, dict) else {}
     version = root.get("pytorch-lightning_version")
+    framework = provenance.detect_framework(place, first, run_of_trainer)
+    versions = {"lightning": str(version)} if isinstance(version, str) else {}
     origin = Origin(
-        format=provenance.detect_framework(place, first, run_of_trainer),
+        format=framework,
         path=str(location),
         detail=provenance.describe_files(place),
-        versions={"lightning": str(version)} if isinstance(version, str) else {},
+        versions=versions,
+        facts=provenance.describe_framework(framework, versions),
     )
     by_blocks = beside.is_verl_with_fsdp_1(location)
     model_hint = ModelHint(model, wrap, by_blocks=by_blocks) if model else None
