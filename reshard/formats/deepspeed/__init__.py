@@ -7,6 +7,7 @@
     native      one model-parallel rank: model states and optimizer states joined
     stage0      whole tensors under an index
     stage12     stages 1 and 2: one flat tensor for each group, in equal pieces
+    flat_groups what each rank stores of such a tensor, and states about it (to read and write)
     stage3      every parameter in equal pieces; swap: optimizer states on disk
     elastic     states that elastic_checkpoint took apart
     mics        groups of ranks, of which the first saves

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 from reshard.containers.pickle_cache import PickleCache
@@ -136,7 +135,7 @@ def read(
     )
     _check_models(models)
     models = unwrap_names([_with_shapes(first, ranks), *models[1:]])
-    _check_ranks(ranks, models[0], savers)
+    _check_ranks(ranks, models[0])
     _check_settings(models, ranks)
     return _assemble(files.location, models, ranks, world_size, layers, find_divisions)
 
@@ -184,38 +183,16 @@ def _check_models(models: Sequence[ModelStates]) -> None:
         require_equal("the order of the names in param_shapes", lists)
 
 
-def _check_ranks(ranks: Sequence[OptimizerStates], first: ModelStates, world_size: int) -> None:
+def _check_ranks(ranks: Sequence[OptimizerStates], first: ModelStates) -> None:
     if not ranks:
         return
     ranks = select_distinct(ranks)
-    for rank in ranks:
-        declared = rank.root.get("partition_count")
-        listed = declared if isinstance(declared, (list, tuple)) else [declared]
-        saved = [count for count in listed if count is not None]
-        sizes = first.expert_ranks or (1,) * len(saved)
-        # A group of experts is shared by the ranks with the same experts, any other group by all
-        # ranks. Stage 3 states one number, that of all ranks.
-        is_listed = bool(first.expert_ranks) and isinstance(declared, (list, tuple))
-        if is_listed and len(saved) == len(sizes):
-            saved = [count for count, size in zip(saved, sizes, strict=True) if size]
-        expected = [world_size // size for size in sizes if size] if is_listed else [world_size]
-        if saved and (saved != expected if is_listed else set(saved) != {world_size}):
-            raise CorruptError(
-                rank.file.path,
-                f"was saved by {_list_numbers(saved)} ranks, but {Path(first.file.path).name} by"
-                f" {_list_numbers(expected)}",
-                MIXED,
-            )
     versions = {first.file.path: str(first.root.get("ds_version") or "")}
     versions |= read_by_file(ranks, lambda rank: rank.ds_version)  # empty in old optimizer states
     require_equal("ds_version", {p: v for p, v in versions.items() if v} or versions)
     require_equal("the loss scaler", read_by_file(ranks, lambda rank: read_scaler(rank.root)))
     for key in _OF_EVERY_OPTIMIZER:
         require_equal(key, {rank.file.path: rank.root.get(key) for rank in ranks})
-
-
-def _list_numbers(numbers: Iterable[int]) -> str:
-    return " and ".join(map(str, sorted(set(numbers))))
 
 
 def _check_settings(models: Sequence[ModelStates], ranks: Sequence[OptimizerStates]) -> None:
@@ -320,19 +297,18 @@ def _read_optimizer(
         entries = list(stage3.read(shapes, _list_sharing_ranks(first, ranks), swapped))
     elif "single_partition_of_fp32_groups" in root:
         stage = int(root.get("zero_stage") or 1)  # BF16_Optimizer, which is stage 1, writes none
-        groups = list(stage12.read_groups(shapes, ranks, _list_sharing_ranks(first, ranks)))
+        owners = _list_sharing_ranks(first, ranks)
+        groups = list(stage12.read_groups(shapes, ranks, owners, first.wrapped_names))
         entries = [entry for group in groups for entry in group.read_entries()]
-        # Under round_robin_gradients param_slice_mappings is wrong: it is made before the new
-        # order (DeepSpeed 0.19.8 ``stage_1_and_2.py``).
-        if not get_zero_section(first.config).get("round_robin_gradients"):
-            claims = stage12.find_partition_claims(groups, first.wrapped_names)
+        is_round_robin = bool(get_zero_section(first.config).get("round_robin_gradients"))
+        claims = stage12.find_claims(groups, round_robin=is_round_robin)
     else:
         raise UnsupportedError(
             ranks[0].file.path,
             f"optimizer states of an unknown structure: {', '.join(sorted(map(str, root)))}",
         )
     for rank in select_distinct(ranks):
-        other = tuple(_find_other_settings(rank, first.config))
+        other = tuple(_find_other_settings(rank, first.config, len(ranks)))
         claims[rank.file.path] = (*claims.get(rank.file.path, ()), *other)
     param_groups, steps = read_param_groups(ranks, shapes), read_steps(ranks, shapes)
     train = read_train_state(first, groups=param_groups, steps=steps, optimizer_root=root)
@@ -357,12 +333,15 @@ def _read_optimizer(
     return OptimizerContent(stage, entries, train, warnings, claims, unnamed)
 
 
-def _find_other_settings(rank: OptimizerStates, config: Mapping[str, Any]) -> Iterator[Claim]:
+def _find_other_settings(
+    rank: OptimizerStates, config: Mapping[str, Any], ranks: int
+) -> Iterator[Claim]:
     """Yield a claim for each setting of an optimizer's file that does not follow from the others.
 
     ``ds_config`` and the loss scaler state the same; a script may set another clipping at run time.
     """
     expected = {
+        "partition_count": ranks if rank.is_stage_3 else None,  # else of each group: `stage12`
         "zero_stage": get_zero_section(config).get("stage"),
         "clip_grad": config.get("gradient_clipping"),
         "dynamic_loss_scale": (read_scaler(rank.root) or {}).get("dynamic"),
@@ -387,7 +366,17 @@ def _list_sharing_ranks(
     """Return for each group the ranks that share each of its flat tensors.
 
     A group has one flat tensor; a group of experts has one for each expert-parallel rank.
+
+    Raises:
+        CorruptError: the ranks are not a multiple of the expert-parallel ranks.
     """
+    uneven = next((size for size in first.expert_ranks if size and len(ranks) % size), None)
+    if uneven is not None:
+        raise CorruptError(
+            first.file.path,
+            f"lists experts that {uneven} ranks share; there are optimizer states of {len(ranks)}",
+            MIXED,
+        )
     return [
         [
             [ranks[rank] for rank in own]

@@ -23,11 +23,11 @@ from math import isclose, prod
 from typing import Any
 
 from reshard.containers.torch_objects import Tensor, read_weight
-from reshard.core.box import Index, whole
-from reshard.core.chunks import contiguous
+from reshard.core.box import Index
 from reshard.core.manifest import MASTER, Entry, ParamGroup, UnnamedOptimizer
 from reshard.errors import SAVE_NAMES, CorruptError
 from reshard.formats.deepspeed.experts.layout import has_experts, parse_expert_name
+from reshard.formats.deepspeed.flat_groups import FlatGroup
 from reshard.formats.deepspeed.order import find_shape_sorted_groups
 from reshard.formats.deepspeed.states import (
     ModelStates,
@@ -355,19 +355,15 @@ def _split(
     """Yield the members of a group's flat tensors, which have no padding (FP16_Optimizer)."""
     module = model.module
     shapes = {fqn: module[fqn].shape for fqn in names}
-    total = sum(map(prod, shapes.values()))
+    group = FlatGroup(shapes, 1, (0,) * len(shapes), alignment=1)
     for kind, flat in slots.items():
-        if flat.numel != total:
+        if flat.numel != group.numel:
             raise CorruptError(
                 model.file.path,
                 f"has a flat {kind} of {flat.numel} elements, but the members of its group have"
-                f" {total}",
+                f" {group.numel}",
             )
-        offset = flat.chunk.byte_offset
-        for fqn, shape in shapes.items():
-            chunk = contiguous(model.file.path, offset, flat.dtype, whole(shape))
-            yield Entry(fqn, kind, flat.dtype, shape, (chunk,))
-            offset += prod(shape) * flat.dtype.itemsize
+        yield from group.split(kind, [flat], group.runs)
 
 
 def _group_by_shape(candidates: Mapping[str, Index]) -> dict[Index, list[str]]:

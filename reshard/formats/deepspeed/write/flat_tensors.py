@@ -6,7 +6,6 @@ The runs are at the same positions in the masters and in every slot.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from math import prod
 from typing import Any
 
@@ -20,28 +19,14 @@ from reshard.training import optimizers
 from reshard.training.shared_scalars import build_shared_scalars
 from reshard.training.state import TrainedParameter, collect_scalar_names, collect_slot_names
 
+# A run of a parameter in a flat tensor: its blocks, each with the element at which it begins.
+MemberRun = tuple[TrainedParameter, Sequence[tuple[Box, int]]]
 Value = Callable[[TrainedParameter], Entry | None]  # a member's master, or one of its slots
-
-
-@dataclass(frozen=True, slots=True)
-class MemberRun:
-    """A run of a parameter in a flat tensor.
-
-    Args:
-        offset: the element of the tensor at which it begins.
-        boxes: the blocks of the run, each with the element of the tensor at which it begins.
-    """
-
-    member: TrainedParameter
-    offset: int
-    numel: int
-    boxes: tuple[tuple[Box, int], ...]
 
 
 def cut_run(member: TrainedParameter, start: int, stop: int, offset: int) -> MemberRun:
     """Return the run ``[start, stop)`` of a parameter, which begins at element ``offset``."""
-    boxes = tuple(_place_boxes(member.weight.value, start, stop, offset))
-    return MemberRun(member, offset, stop - start, boxes)
+    return member, list(_place_boxes(member.weight.value, start, stop, offset))
 
 
 def concatenate(members: Iterable[TrainedParameter], ranks: int = 1) -> tuple[list[MemberRun], int]:
@@ -62,10 +47,10 @@ def build_flat_tensor(
 ) -> Slot:
     """Return a flat tensor; it has zeros where a parameter has no such value."""
     parts = []
-    for run in runs:
-        entry = value(run.member)
+    for member, boxes in runs:
+        entry = value(member)
         if entry is not None:
-            parts += [_make_part(entry, box, at) for box, at in run.boxes]
+            parts += [_make_part(entry, box, at) for box, at in boxes]
     return Slot(Storage(dtype, numel, tuple(parts)), (numel,), requires_grad=grad)
 
 

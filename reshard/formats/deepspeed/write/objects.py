@@ -30,7 +30,7 @@ def make_stage_enum(stage: int) -> Call:
     return Call("deepspeed.runtime.zero.config.ZeroStageEnum", (stage,))
 
 
-def make_fragment_address(numel: int, start: int) -> Call:
+def make_fragment_address(start: int, numel: int) -> Call:
     """Return the position of a parameter's fragment in a rank's flat piece."""
     name = "deepspeed.utils.tensor_fragment.fragment_address"
     return Call(name, (), {"numel": numel, "start": start})

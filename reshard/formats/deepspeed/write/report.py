@@ -6,11 +6,11 @@ from collections.abc import Iterator
 
 from reshard.core.dtypes import FLOAT16, FLOAT32
 from reshard.formats.deepspeed import order
+from reshard.formats.deepspeed.flat_groups import FlatGroup
 from reshard.formats.deepspeed.train_state import is_older
 from reshard.formats.deepspeed.write.objects import is_deepspeed_optimizer
 from reshard.formats.deepspeed.write.spec import OutputSpec
 from reshard.formats.deepspeed.write.split_metadata import NOT_DESCRIBED
-from reshard.formats.deepspeed.write.stage12 import ALIGNMENT
 from reshard.formats.deepspeed.write.universal import (
     count_steps,
     find_common_hyper,
@@ -242,9 +242,7 @@ def _note_small_groups(spec: OutputSpec) -> Iterator[str]:
     """Name groups of which a rank has no element: stages 1 and 2 then fail at ``steps[0]``."""
     for number, group in enumerate(spec.groups):
         numel = sum(member.weight.value.numel for member in group.members)
-        # The first ranks take full pieces; the last has none if the others take all elements.
-        share = -(-numel // (ALIGNMENT * spec.world_size)) * ALIGNMENT
-        if share * (spec.world_size - 1) >= numel:
+        if not FlatGroup({"": (numel,)}, spec.world_size, (0,)).count_stored(spec.world_size - 1):
             yield (
                 f"param group {number} has {numel} elements, of which the last of"
                 f" {counted(spec.world_size, 'rank')} gets none: stages 1 and 2 load it only at"

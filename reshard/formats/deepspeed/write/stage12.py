@@ -1,30 +1,19 @@
-"""Lay out ZeRO stages 1 and 2, and BF16_Optimizer: the optimizer states of every rank.
-
-Geometry (DeepSpeed 0.19.8 ``runtime/zero/stage_1_and_2.py``, ``__init__``): a group's parameters
-one after the other, each but the last followed by its alignment padding, then a tail that makes the
-whole a multiple of twice the ranks that share it: all, or those that hold the same experts. Masters
-are stored without the tail, slots with it.
-"""
+"""Lay out ZeRO stages 1 and 2, and BF16_Optimizer: the optimizer states of every rank."""
 
 from __future__ import annotations
 
-from bisect import bisect_left, bisect_right
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
-from itertools import accumulate
 from math import gcd, prod
 from typing import Any
 
-from reshard.containers.pickles.values import Call
-from reshard.containers.torch_writer import Slot
 from reshard.formats.deepspeed import order
+from reshard.formats.deepspeed.flat_groups import MAPPINGS, FlatGroup, Run
 from reshard.formats.deepspeed.write.flat_tensors import (
     MemberRun,
     build_flat_tensor,
     choose_master_dtype,
     collect_slot_dtypes,
-    concatenate,
     cut_run,
     find_common_step,
     get_master,
@@ -42,8 +31,8 @@ from reshard.formats.deepspeed.write.spec import OutputSpec
 from reshard.state_dict.optimizers import nested_slots
 from reshard.training.state import TrainedGroup, TrainedParameter
 
-ALIGNMENT = 2  # nccl_start_alignment_factor
 _ALIGNED_BYTES = 16  # parameter_alignment: where every parameter of the module begins
+_NUMBERS = ("group_paddings", "param_alignment_paddings", "partition_count")
 
 
 def make_rank_states(
@@ -55,10 +44,10 @@ def make_rank_states(
         for group, flat in zip(spec.groups, spec.flats, strict=True)
     ]
     for rank in ranks:
-        partitions = [
-            flat.cut_partition(spec.locate_partition(group, rank))
-            for group, flat in zip(spec.groups, groups, strict=True)
+        cuts = [
+            written.cut_partition(spec.locate_partition(written.group, rank)) for written in groups
         ]
+        states = {number: cut["state"] for number, cut in enumerate(cuts) if cut["state"]}
         yield (
             rank,
             {
@@ -67,86 +56,67 @@ def make_rank_states(
                 "overflow": False,
                 **({} if spec.clip is None else {"clip_grad": spec.clip}),  # else the new run's own
                 "base_optimizer_state": {
-                    "state": {number: p.state for number, p in enumerate(partitions) if p.state},
+                    "state": states,
                     "param_groups": spec.build_param_groups(),
                 },
-                "single_partition_of_fp32_groups": [partition.master for partition in partitions],
+                "single_partition_of_fp32_groups": [cut["master"] for cut in cuts],
                 "zero_stage": make_stage_enum(spec.stage),
-                "group_paddings": [partition.padding for partition in partitions],
-                "param_alignment_paddings": [list(flat.paddings) for flat in groups],
-                "partition_count": [spec.count_partitions(group) for group in spec.groups],
+                **{key: [cut[key] for cut in cuts] for key in _NUMBERS},
                 "ds_version": WRITTEN_AS,
-                "param_slice_mappings": [partition.addresses for partition in partitions],
+                MAPPINGS: [cut[MAPPINGS] for cut in cuts],
             },
         )
-
-
-@dataclass(frozen=True, slots=True)
-class _WrittenPartition:
-    """What one rank holds of a group; ``state`` is empty if the group was never stepped."""
-
-    master: Slot
-    state: dict[str, Any]
-    padding: int
-    addresses: OrderedDict[str, Call]
 
 
 class _WrittenGroup:
     """One group's flat tensor, its members in flat order."""
 
     def __init__(
-        self, spec: OutputSpec, group: TrainedGroup, flat: Sequence[TrainedParameter]
+        self, spec: OutputSpec, group: TrainedGroup, members: Sequence[TrainedParameter]
     ) -> None:
         self._spec = spec
-        self._group = group
-        self._flat = flat
+        self.group = group
+        self._members = {member.fqn: member for member in members}
         self._order = {fqn: number for number, fqn in enumerate(group.fqns)}
-        unit = _find_alignment(spec, flat)
-        sizes = [prod(member.weight.shape) for member in flat]
+        shapes = {member.fqn: member.weight.shape for member in members}
+        unit = _find_alignment(spec, members)
         # DeepSpeed adds the padding after the last parameter to the tail of the group.
-        self.paddings = [-numel % unit for numel in sizes[:-1]] + [0] * bool(flat)
-        ends = accumulate(map(sum, zip(sizes, self.paddings, strict=True)), initial=0)
-        self._starts = list(ends)[: len(flat)]
-        self._stops = [start + numel for start, numel in zip(self._starts, sizes, strict=True)]
-        self._end = self._stops[-1] if flat else 0
-        self._numel = -(-self._end // (ALIGNMENT * spec.count_partitions(group))) * ALIGNMENT
-        self._master = choose_master_dtype(flat)
-        self._dtypes = collect_slot_dtypes(flat)
-        self._scalars = make_scalars(flat)
-        self._step = find_common_step(flat, group.hyper, spec.state.manifest.origin.path)
+        paddings = tuple(-prod(shape) % unit for shape in [*shapes.values()][:-1])
+        paddings += (0,) * bool(shapes)
+        self._flat = FlatGroup(shapes, spec.count_partitions(group), paddings)
+        self._keeps_whole = _keeps_whole_momenta(spec, group)
+        self._master = choose_master_dtype(members)
+        self._dtypes = collect_slot_dtypes(members)
+        self._scalars = make_scalars(members)
+        self._step = find_common_step(members, group.hyper, spec.state.manifest.origin.path)
 
-    def cut_partition(self, position: int) -> _WrittenPartition:
-        """Return what one rank holds, by its position among the ranks that share the group."""
-        runs = list(self._cut_runs(position))
-        padding = min(max((position + 1) * self._numel - self._end, 0), self._numel)
-        state = make_step_state(self._step, self._group.hyper, self._dtypes)
-        inside, numel = runs, self._numel
-        if _keeps_whole_momenta(self._spec, self._group):
-            inside, numel = concatenate(run.member for run in runs)
-        for name, dtype in self._dtypes.items() if numel else ():
-            state[name] = build_flat_tensor(dtype, numel, inside, pick_slot(name))
-        state = nested_slots.unflatten({**state, **self._scalars})
-        stored = self._numel - padding
+    def cut_partition(self, position: int) -> dict[str, Any]:
+        """Return what one rank holds, by its position among the ranks that share the group.
+
+        Returns:
+            The ``master`` weights; the ``state``, which is empty if the group was never stepped;
+            and what the file states about them (`FlatGroup.derive`).
+        """
+        flat = self._flat
+        runs, numel = self._cut(flat.runs[position]), flat.numel
+        stored = flat.count_stored(position)
         master = build_flat_tensor(self._master, stored, runs, get_master, grad=True)
-        return _WrittenPartition(master, state, padding, self._list_addresses(runs))
-
-    def _cut_runs(self, position: int) -> Iterator[MemberRun]:
-        low, high = position * self._numel, (position + 1) * self._numel
-        for number in range(bisect_right(self._stops, low), bisect_left(self._starts, high)):
-            start, stop = max(self._starts[number], low), min(self._stops[number], high)
-            begin = self._starts[number]
-            yield cut_run(self._flat[number], start - begin, stop - begin, start - low)
-
-    def _list_addresses(self, runs: Sequence[MemberRun]) -> OrderedDict[str, Call]:
-        """Return the position of each parameter's fragment, in the user's order."""
-        ordered = sorted(runs, key=lambda run: self._order[run.member.fqn])
-        return OrderedDict(
-            (
-                self._spec.get_listed_name(run.member.fqn),
-                make_fragment_address(run.numel, run.offset),
-            )
-            for run in ordered
+        state = make_step_state(self._step, self.group.hyper, self._dtypes)
+        if self._keeps_whole:
+            runs, numel = self._cut(flat.whole_runs[position]), flat.count_whole(position)
+        for name, dtype in self._dtypes.items() if numel else ():
+            state[name] = build_flat_tensor(dtype, numel, runs, pick_slot(name))
+        state = nested_slots.unflatten({**state, **self._scalars})
+        stated = flat.derive(position)
+        # The positions of fragments, in the user's order.
+        addresses = OrderedDict(
+            (self._spec.get_listed_name(fqn), make_fragment_address(*stated[MAPPINGS][fqn]))
+            for fqn in sorted(stated[MAPPINGS], key=self._order.__getitem__)
         )
+        return {**stated, MAPPINGS: addresses, "master": master, "state": state}
+
+    def _cut(self, runs: Iterable[Run]) -> list[MemberRun]:
+        return [cut_run(self._members[fqn], start, stop, at) for fqn, start, stop, at in runs]
 
 
 def _keeps_whole_momenta(spec: OutputSpec, group: TrainedGroup) -> bool:
