@@ -52,7 +52,7 @@ from reshard.core.manifest import (
 )
 from reshard.engine.planning.planner import Plan
 from reshard.formats import registry
-from reshard.formats.megatron.write.choice import Described, MegatronOptions
+from reshard.formats.megatron.write.choice import Described, MegatronTarget
 from reshard.formats.request import Request
 from reshard.layouts.model_parallel.architecture import Architecture
 from reshard.layouts.model_parallel.rules import load_table
@@ -173,11 +173,11 @@ ARGS = {
     "untie_embeddings_and_output_weights": True,
     "padded_vocab_size": WORDS,
 }
-GRIDS = {  # ranks -> (tensor, pipeline, expert, data), of the source and of the target
-    256: ((4, 4, 16, 16), (2, 8, 8, 16)),
-    1024: ((8, 8, 16, 16), (4, 4, 32, 64)),
-    4096: ((8, 8, 64, 64), (4, 16, 32, 64)),
-    16384: ((8, 16, 64, 128), (4, 8, 128, 512)),
+GRIDS = {  # ranks -> (tensor, pipeline, expert), of the source and of the target
+    256: ((4, 4, 16), (2, 8, 8)),
+    1024: ((8, 8, 16), (4, 4, 32)),
+    4096: ((8, 8, 64), (4, 16, 32)),
+    16384: ((8, 16, 64), (4, 8, 128)),
 }
 
 
@@ -207,7 +207,7 @@ def moe_state() -> Manifest:
 
 
 def moe(ranks: int, is_source: bool) -> Request:
-    tensor, pipeline, expert, data = GRIDS[ranks][0 if is_source else 1]
+    tensor, pipeline, expert = GRIDS[ranks][0 if is_source else 1]
     sizes = Sizes(tensor=tensor, pipeline=pipeline, expert=expert, expert_tensor=1)
     known = Architecture(
         source="args",
@@ -219,10 +219,11 @@ def moe(ranks: int, is_source: bool) -> Request:
         experts=EXPERTS,
         tied=False,
     )
-    return Request(
+    return MegatronTarget(
         world_size=ranks,
         parallel=sizes,
-        own=MegatronOptions(sizes=sizes, data=data, distributed=True),
+        sizes=sizes,
+        distributed=True,
         described=Described(load_table("megatron"), known, ARGS),
     )
 

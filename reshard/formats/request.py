@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,6 +13,8 @@ from reshard.formats.target_options import FsdpVersion, RngPolicy, StateDictType
 from reshard.layouts.model_parallel.sizes import ONE, Sizes
 
 if TYPE_CHECKING:  # each belongs to some writers only
+    from typing_extensions import Self
+
     from reshard.layouts.mesh import MeshGrid
     from reshard.layouts.model_parallel.architecture import Described
     from reshard.layouts.tensor_parallel import TensorPlan
@@ -49,6 +51,8 @@ NO_PROGRAM = LiveTarget()
 class Request:
     """The options of an output, complete except for what its writer decides.
 
+    A writer with options of its own has a subclass, which adds their fields.
+
     Args:
         file: name of the output, if it is one file; None: a directory.
         dtype: dtype of the module's parameters; None: as trained.
@@ -71,7 +75,6 @@ class Request:
         tag: name of DeepSpeed's tag, if the program that loads the output looks for a certain one.
         program: writer of the library that keeps files of its own beside DeepSpeed's, if the output
             is to have them.
-        own: what the writer derived from the options for its own use; see its ``resolve``.
     """
 
     world_size: int
@@ -99,7 +102,18 @@ class Request:
     live: LiveTarget = NO_PROGRAM
     tag: str | None = None
     program: str | None = None
-    own: Any = None
+
+    @classmethod
+    def of(cls, request: Request) -> Self:
+        """Return a request as one of this class; the fields that it lacks have their defaults."""
+        if isinstance(request, cls):
+            return request
+        return cls(**{each.name: getattr(request, each.name) for each in fields(request)})
+
+    @property
+    def own(self) -> Self | None:
+        """The request itself, if its writer has a class of its own."""
+        return None if type(self) is Request else self
 
     @property
     def data_parallel(self) -> int:

@@ -18,6 +18,7 @@ from reshard.engine.move.options import MoveOptions
 from reshard.engine.planning.planner import Plan
 from reshard.errors import IncompleteError
 from reshard.formats.deepspeed import write
+from reshard.formats.request import LiveTarget, Request
 from reshard.training.state import build_writable_state
 
 WEIGHT, BIAS = "0.weight", "0.bias"
@@ -91,7 +92,8 @@ def test_a_sub_group_that_was_never_stepped_has_the_scalars_of_its_group(tmp_pat
     manifest = formats.read(source)
     config = {"zero_optimization": {"stage": 3, "sub_group_size": 1}}
     state = build_writable_state(manifest)
-    skeleton = write.lay_out(state, world_size=2, stage=3, config=config).skeleton
+    request = Request(world_size=2, zero_stage=3, live=LiveTarget(config=config))
+    skeleton = write.lay_out(state, request).skeleton
     (tmp_path / "out").mkdir()
     execute(Plan(manifest.entries, skeleton), manifest.files, tmp_path / "out", MoveOptions())
     with reshard.open(tmp_path / "out") as written:

@@ -22,7 +22,7 @@ from reshard.formats.deepspeed import write
 from reshard.formats.deepspeed.experts import layout
 from reshard.formats.deepspeed.experts.layout import parse_expert_name
 from reshard.formats.deepspeed.write import expert_groups, experts
-from reshard.formats.deepspeed.write.grid import GridOptions
+from reshard.formats.deepspeed.write.grid import DeepSpeedTarget
 from reshard.training.state import build_writable_state
 
 LAYERS = ("0.deepspeed_moe.", "1.deepspeed_moe.")
@@ -69,7 +69,7 @@ REST = ParamGroup({"lr": 0.1, "name": "rest"}, tuple(GATES))
 
 
 def regrouped(made, ranks):
-    mixed = experts.make_mixture(made, GridOptions(experts=ranks), 4)
+    mixed = experts.make_mixture(made, DeepSpeedTarget(world_size=4, experts=ranks))
     assert mixed is not None
     return [(group.hyper.get("name"), group.fqns) for group in mixed.state.groups], mixed.notes
 
@@ -138,7 +138,7 @@ def test_experts_among_other_parameters_are_refused():
 def test_ranks_that_cannot_share_them_evenly_are_refused(ranks, world):
     made = state(REST, of_experts(names(0, 1, 2, 3), 2))
     with pytest.raises(UsageError, match=r"does not divide the 4 experts|not a multiple of the 4"):
-        experts.make_mixture(made, GridOptions(experts=ranks), world)
+        experts.make_mixture(made, DeepSpeedTarget(world_size=world, experts=ranks))
 
 
 def test_a_rank_has_its_experts_under_its_own_names():
@@ -147,7 +147,7 @@ def test_a_rank_has_its_experts_under_its_own_names():
         of_experts(names(0, 1, 2, 3), 2),
         tied={name.replace("bias", "again"): name for name in names(0, 3) if "bias" in name},
     )
-    mixed = experts.make_mixture(made, GridOptions(), 4)
+    mixed = experts.make_mixture(made, DeepSpeedTarget(world_size=4))
     assert mixed is not None
     held = mixed.select_rank(3)
     assert held is mixed.select_rank(1)
@@ -174,10 +174,8 @@ def test_a_rank_has_its_experts_under_its_own_names():
 @pytest.mark.parametrize(("world", "ranks"), [(1, 1), (2, 2), (4, 2), (8, 4), (12, 4), (6, 1)])
 def test_every_part_has_its_place(world, ranks, stage):
     made = state(REST, of_experts(names(0, 1, 2, 3), 2))
-    laid = write.lay_out(
-        made, world_size=world, stage=stage, grid_options=GridOptions(experts=ranks)
-    )
-    skeleton = laid.skeleton
+    target = DeepSpeedTarget(world_size=world, zero_stage=stage, experts=ranks)
+    skeleton = write.lay_out(made, target).skeleton
     check_skeleton(skeleton)
     check_overlaps(skeleton)
     optimizers = [file for file in skeleton.files if file.name.endswith("optim_states.pt")]

@@ -33,6 +33,7 @@ from reshard.formats.deepspeed import order, write
 from reshard.formats.deepspeed.write import objects, spec, universal
 from reshard.formats.deepspeed.write.spec import find_precision, resolve_spec
 from reshard.formats.deepspeed.write.stage12 import make_rank_states
+from reshard.formats.request import Request
 from reshard.training.state import build_writable_state
 
 ADAM = {"lr": 0.1, "capturable": False}
@@ -102,7 +103,9 @@ def test_every_layout_covers_every_tensor_once():
         state = build_writable_state(source)
         stage, ranks = chance.randint(0, 3), chance.choice((1, 2, 3, 5, 8, 33))
         precision = chance.choice((None, FLOAT32, BFLOAT16, FLOAT16))
-        skeleton = write.lay_out(state, world_size=ranks, stage=stage, precision=precision).skeleton
+        skeleton = write.lay_out(
+            state, Request(world_size=ranks, zero_stage=stage, dtype=precision)
+        ).skeleton
         check_skeleton(skeleton)
         check_overlaps(skeleton)
         Plan(source.entries, skeleton)
@@ -118,7 +121,7 @@ def test_pieces_are_equal_and_padded_as_deepspeed_pads():
         source = random_manifest(chance)
         ranks = chance.choice((1, 2, 3, 5, 8, 33))
         choice = resolve_spec(
-            build_writable_state(source), world_size=ranks, stage=2, precision=None
+            build_writable_state(source), Request(world_size=ranks, zero_stage=2, dtype=None)
         )
         states = [state for _, state in make_rank_states(choice, range(ranks))]
         for number, members in enumerate(choice.flats):
@@ -160,7 +163,7 @@ def test_a_run_that_took_turns_takes_them_at_the_new_size():
     zero = {"stage": 2, "round_robin_gradients": True}
     source = manifest([[(name, (2,)) for name in turned]], config={"zero_optimization": zero})
     for stage, wanted in ((2, order.to_round_robin(names, 2)), (3, list(names)), (0, list(names))):
-        choice = resolve_spec(build_writable_state(source), world_size=2, stage=stage)
+        choice = resolve_spec(build_writable_state(source), Request(world_size=2, zero_stage=stage))
         assert [member.fqn for member in choice.flats[0]] == wanted
 
 
@@ -170,7 +173,7 @@ def test_other_frameworks_groups_are_put_into_the_models_order():
     source = replace(source, train=replace(source.train, param_groups=groups))
     for origin, wanted in (("deepspeed", "cab"), ("fsdp", "abc")):
         state = build_writable_state(replace(source, origin=replace(source.origin, format=origin)))
-        choice = resolve_spec(state, world_size=2, stage=2)
+        choice = resolve_spec(state, Request(world_size=2, zero_stage=2))
         assert "".join(member.fqn for member in choice.flats[0]) == wanted
 
 
@@ -179,7 +182,7 @@ def test_alignment_is_in_elements_of_the_module():
     source = manifest([[("a", (3,)), ("b", (8,)), ("c", (1,))]], config=config)
     for precision, paddings in ((BFLOAT16, [5, 0, 0]), (FLOAT32, [1, 0, 0])):
         choice = resolve_spec(
-            build_writable_state(source), world_size=2, stage=1, precision=precision
+            build_writable_state(source), Request(world_size=2, zero_stage=1, dtype=precision)
         )
         _, state = next(make_rank_states(choice, [0]))
         assert state["param_alignment_paddings"] == [paddings]
@@ -197,7 +200,7 @@ def test_sub_groups_close_when_they_are_full():
     for size, wanted in sizes:
         config = {"zero_optimization": {"sub_group_size": size, 1: "a key that is no text"}}
         source = manifest([members], config=config)
-        choice = resolve_spec(build_writable_state(source), world_size=2, stage=3)
+        choice = resolve_spec(build_writable_state(source), Request(world_size=2, zero_stage=3))
         assert ["".join(m.fqn for m in flat) for flat in choice.flats] == wanted
 
 
@@ -205,18 +208,18 @@ def test_steps_that_differ_are_refused_where_one_counts_for_all():
     source = manifest([[("a", (2,)), ("b", (2,))]], optimizer_step={"a": 4.0, "b": 3.0})
     for stage in (1, 2, 3):
         with pytest.raises(UnsupportedError, match=r"'b' 3\.0 times"):
-            write.lay_out(build_writable_state(source), world_size=2, stage=stage)
-    write.lay_out(build_writable_state(source), world_size=2, stage=0)
+            write.lay_out(build_writable_state(source), Request(world_size=2, zero_stage=stage))
+    write.lay_out(build_writable_state(source), Request(world_size=2, zero_stage=0))
 
 
 def test_what_was_never_stepped_begins_with_zeros_and_is_named():
     source = manifest([[("a", (2,)), ("b", (2,))]])
     kept = [e for e in source.entries.values() if e.kind == "master" or e.fqn == "a"]
     state = build_writable_state(source.with_entries(kept))
-    assert write.lay_out(state, world_size=2, stage=2).notes == (
+    assert write.lay_out(state, Request(world_size=2, zero_stage=2)).notes == (
         "never stepped, so its state starts at zero: b",
     )
-    assert write.lay_out(state, world_size=2, stage=0).notes == ()
+    assert write.lay_out(state, Request(world_size=2, zero_stage=0)).notes == ()
 
 
 @pytest.mark.parametrize("missing", ["slot", "step", "hyper", "absent", "factored"])
@@ -240,21 +243,21 @@ def test_what_the_optimizer_needs_is_asked_for(missing):
         )
     error = UnsupportedError if missing == "factored" else IncompleteError
     with pytest.raises(error):
-        write.lay_out(build_writable_state(source), world_size=2, stage=2)
+        write.lay_out(build_writable_state(source), Request(world_size=2, zero_stage=2))
 
 
 @pytest.mark.parametrize(
     "asked",
     [
-        {"stage": 4},
+        {"zero_stage": 4},
         {"world_size": 0},
-        {"precision": BY_NAME["float64"]},
+        {"dtype": BY_NAME["float64"]},
     ],
 )
 def test_requests_that_cannot_be(asked):
     state = build_writable_state(manifest([[("a", (2,))]]))
     with pytest.raises(UsageError):
-        write.lay_out(state, **{"world_size": 2, "stage": 2, **asked})
+        write.lay_out(state, Request(**{"world_size": 2, **asked}))
 
 
 def test_weights_alone_are_of_the_precision_of_the_run():
@@ -275,19 +278,21 @@ def test_client_values_are_carried_only_as_what_they_are():
     kept, lost = spec.select_extra_state(state)
     assert kept == {"epoch": 3, "nested": {"a": [1, (2, None)]}}
     assert lost == ["numbers", "object", "module"]
-    assert len(write.lay_out(state, world_size=1, stage=1).notes) == 3
+    assert len(write.lay_out(state, Request(world_size=1, zero_stage=1)).notes) == 3
 
 
 def test_a_scaler_begins_where_training_was_not_scaled():
     state = build_writable_state(
         manifest([[("a", (2,))]], scaler={"class": "LossScaler", "cur_scale": 1.0})
     )
-    choice = resolve_spec(state, world_size=1, stage=2, precision=FLOAT16)
+    choice = resolve_spec(state, Request(world_size=1, zero_stage=2, dtype=FLOAT16))
     assert choice.scaler_is_new
     assert choice.scaler["cur_scale"] == 65536
     assert choice.scaler["dynamic"] is True
-    assert "65536" in write.lay_out(state, world_size=1, stage=2, precision=FLOAT16).notes[0]
-    assert resolve_spec(state, world_size=1, stage=2).scaler == objects.UNSCALED
+    assert (
+        "65536" in write.lay_out(state, Request(world_size=1, zero_stage=2, dtype=FLOAT16)).notes[0]
+    )
+    assert resolve_spec(state, Request(world_size=1, zero_stage=2)).scaler == objects.UNSCALED
 
 
 @pytest.mark.parametrize("power", ["16", -1, 1024, True])
@@ -299,7 +304,7 @@ def test_a_scale_that_no_float_has_is_refused(power):
 @pytest.mark.parametrize(("numel", "is_named"), [(4, True), (5, False)])
 def test_a_group_of_which_the_last_rank_has_no_element_is_named(numel, is_named):
     state = build_writable_state(manifest([[("a", (numel,))]]))
-    notes = write.lay_out_universal(state, world_size=3, stage=1).notes
+    notes = write.lay_out_universal(state, Request(world_size=3, zero_stage=1)).notes
     text = f"param group 0 has {numel} elements, of which the last of 3 ranks gets none"
     assert any(text in note for note in notes) == is_named
 
@@ -322,8 +327,8 @@ def test_every_universal_layout_covers_every_tensor_once():
     for _ in range(60):
         source = random_manifest(chance)
         state = build_writable_state(source)
-        asked = {"world_size": chance.choice((1, 3, 33)), "stage": chance.randint(0, 3)}
-        skeleton = write.lay_out_universal(state, **asked).skeleton
+        asked = Request(world_size=chance.choice((1, 3, 33)), zero_stage=chance.randint(0, 3))
+        skeleton = write.lay_out_universal(state, asked).skeleton
         check_skeleton(skeleton)
         check_overlaps(skeleton)
         Plan(source.entries, skeleton)
@@ -333,7 +338,9 @@ def test_every_universal_layout_covers_every_tensor_once():
         assert len(skeleton.files) == 4 * trained + 4
         assert {file.name for file in skeleton.files} == {
             file.name
-            for file in write.lay_out_universal(state, world_size=7, stage=2).skeleton.files
+            for file in write.lay_out_universal(
+                state, Request(world_size=7, zero_stage=2)
+            ).skeleton.files
         }
 
 
@@ -341,8 +348,8 @@ def test_every_universal_layout_covers_every_tensor_once():
 def test_a_name_that_leads_out_of_the_directory_is_refused(name):
     state = build_writable_state(manifest([[(name, (2,))]]))
     with pytest.raises(UnsafeError):
-        write.lay_out_universal(state, world_size=1, stage=1)
-    write.lay_out(state, world_size=1, stage=1)
+        write.lay_out_universal(state, Request(world_size=1, zero_stage=1))
+    write.lay_out(state, Request(world_size=1, zero_stage=1))
 
 
 def test_a_universal_group_that_was_never_stepped_is_named():
@@ -351,10 +358,13 @@ def test_a_universal_group_that_was_never_stepped_is_named():
     kept = [e for e in source.entries.values() if e.kind == "master" or e.fqn == "a"]
     state = build_writable_state(replace(source.with_entries(kept), train=train))
     names = {
-        file.name for file in write.lay_out_universal(state, world_size=1, stage=1).skeleton.files
+        file.name
+        for file in write.lay_out_universal(
+            state, Request(world_size=1, zero_stage=1)
+        ).skeleton.files
     }
     assert "global_step4_universal/zero/b/exp_avg.pt" in names
-    notes = write.lay_out_universal(state, world_size=1, stage=1).notes
+    notes = write.lay_out_universal(state, Request(world_size=1, zero_stage=1)).notes
     assert any("groups were updated 0, 4 times" in note for note in notes)
 
 
@@ -363,7 +373,7 @@ def test_stage_3_is_given_only_what_all_groups_share():
     first, second = source.train.param_groups
     groups = (first, replace(second, hyper={**ADAM, "lr": 0.2}))
     state = build_writable_state(replace(source, train=replace(source.train, param_groups=groups)))
-    choice = resolve_spec(state, world_size=1, stage=3, universal=True)
+    choice = resolve_spec(state, Request(world_size=1, zero_stage=3), universal=True)
     assert universal.find_common_hyper(choice) == {"capturable": False}
     assert [group["lr"] for group in choice.build_param_groups()] == [0.1, 0.2]
 

@@ -32,6 +32,7 @@ from reshard.engine.move.options import MoveOptions
 from reshard.engine.planning.planner import Plan
 from reshard.errors import IncompleteError
 from reshard.formats.deepspeed import write
+from reshard.formats.request import Request
 from reshard.layouts.partition import compute_equal_piece
 from reshard.system.files import SourceFiles
 from reshard.tensors.lazy import read_block
@@ -64,12 +65,12 @@ def read(path):
     return keys.edit(formats.read([Path(path)]), keys.Edits()).manifest
 
 
-def split(source, directory, **options):
+def split(source, directory, *, stage, precision=None, **options):
     """Split as the command does, without its checks of the result."""
     manifest = read(source)
-    skeleton = write.lay_out(
-        replace(build_writable_state(manifest), save=Save("an id", 3)), **options
-    ).skeleton
+    state = replace(build_writable_state(manifest), save=Save("an id", 3))
+    request = Request(zero_stage=stage, dtype=precision, **options)
+    skeleton = write.lay_out(state, request).skeleton
     check_skeleton(skeleton)
     check_overlaps(skeleton)
     directory.mkdir(parents=True, exist_ok=True)
@@ -343,7 +344,7 @@ def test_fsdp_becomes_zero_2(torch_made, tmp_path):
             at += shape.numel()
             held = {**expected["optimizer"][name], "params": expected["params"][name]}
             assert torch.equal(value, held[kind]), (kind, name)
-    notes = write.lay_out(state, stage=2, world_size=3, precision=BFLOAT16).notes
+    notes = write.lay_out(state, Request(zero_stage=2, world_size=3, dtype=BFLOAT16)).notes
     assert any("torch_adam" in note for note in notes)
 
 

@@ -64,9 +64,9 @@ class SavedDirectory:
         return reader.parse_flat_paths(self.about.paths) or self.about.paths
 
 
-@dataclass(frozen=True, slots=True)
-class SavedKeys:
-    """The items of a checkpoint of one or several DCP directories.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SavedKeys(Request):
+    """The request for the items of a checkpoint of one or several DCP directories.
 
     Args:
         directories: all directories that have items.
@@ -75,14 +75,14 @@ class SavedKeys:
         beside: the source's other files, name below the top directory -> size.
     """
 
-    directories: Sequence[SavedDirectory]
-    owners: Mapping[tuple[str, str], Key]
-    top: str
+    directories: Sequence[SavedDirectory] = ()
+    owners: Mapping[tuple[str, str], Key] = field(default_factory=dict)
+    top: str = ""
     beside: Mapping[str, int] = field(default_factory=dict)
 
 
 def find(conversion: StateConversion) -> SavedKeys | None:
-    """Return the items of the source, if the output can have the same keys.
+    """Return the request for the items of the source, if the output can have the same keys.
 
     That is so if the user chose neither another layout, nor a part of the state, nor new param
     groups, and if all of the source is one DCP directory, or several side by side, whose names and
@@ -112,7 +112,9 @@ def find(conversion: StateConversion) -> SavedKeys | None:
     if len(found) < len(parents) or not owners or not _can_copy(found, owners, manifest):
         return None
     beside = _find_files_beside(manifest, top, several=len(parents) > 1)
-    return SavedKeys(found, owners, str(top), beside)
+    return replace(
+        SavedKeys.of(request), directories=found, owners=owners, top=str(top), beside=beside
+    )
 
 
 def _read_directory(path: PurePosixPath, top: PurePosixPath) -> SavedDirectory | None:
@@ -233,14 +235,13 @@ def _list_other_blocks(
             yield from tensor.blocks
 
 
-def lay_out(state: WritableState, saved: SavedKeys, request: Request) -> LaidOut:
+def lay_out(state: WritableState, saved: SavedKeys) -> LaidOut:
     """Lay out the items under their keys, and copies of the files beside them.
 
     Raises:
         ReshardError: as `writer.lay_out_leaves`.
     """
-    ranks = request.world_size
-    values = _build_values(state, dtype=request.dtype)
+    ranks, values = saved.world_size, _build_values(state, dtype=saved.dtype)
     parts, copied = [], []
     for directory in saved.directories:
         leaves, items = _build_leaves(directory, saved.owners, values)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path, PurePath
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from reshard.core.location import Location
 from reshard.core.manifest import Manifest
@@ -129,25 +129,20 @@ class _DeepSpeedWriter(Writer):
         Raises:
             UsageError: ``--stage-layers`` is not a list of numbers.
         """
-        from reshard.formats.deepspeed.write.grid import GridOptions
+        from reshard.formats.deepspeed.write.grid import DeepSpeedTarget
         from reshard.layouts.model_parallel.sizes import parse_stage_layers
 
-        grid_options = GridOptions(
-            sizes=request.parallel,
-            stage_layers=parse_stage_layers(options.stage_layers),
-            divisible=options.make_vocab_size_divisible_by,
-            rules=request.rules,
-            experts=options.ep,
-        )
         name = PurePath(source.origin.path).name
         # Lightning and Accelerate load these tags, whatever ``latest`` says.
         is_known = name == _LIGHTNING_TAG or directory.ACCELERATE_TAG.fullmatch(name)
         is_fixed = source.origin.format == NAME and is_known
         return replace(
-            request,
-            own=grid_options,
+            DeepSpeedTarget.of(request),
             tag=name if is_fixed else None,
             program=_find_program(source) if request.keeps_layout else None,
+            stage_layers=parse_stage_layers(options.stage_layers),
+            divisible=options.make_vocab_size_divisible_by,
+            experts=options.ep,
         )
 
     def adapt(self, conversion: S) -> S:
@@ -155,18 +150,6 @@ class _DeepSpeedWriter(Writer):
         from reshard.formats.values import decode_moments
 
         return decode_moments(conversion) if conversion.request.zero_stage else conversion
-
-    @staticmethod
-    def _describe_grid(request: Request) -> dict[str, Any]:
-        from reshard.formats.deepspeed.write.grid import ONE_RANK
-
-        return {
-            "world_size": request.data_parallel,
-            "stage": request.zero_stage,
-            "precision": request.dtype,
-            # HF Trainer's checkpoints hold this layout too, without a grid.
-            "grid_options": request.own or ONE_RANK,
-        }
 
 
 class Native(_DeepSpeedWriter):
@@ -228,13 +211,7 @@ class Native(_DeepSpeedWriter):
             why = "ZeRO-3 stores parameters in shards but buffers whole"
             otherwise = ", or write another stage: --zero-stage 2"
             state = mark_buffers(state, request.model, why, otherwise)
-        laid_out = write.lay_out(
-            state,
-            weights_only=request.weights_only,
-            config=request.live.config,
-            tag=request.tag,
-            **self._describe_grid(request),
-        )
+        laid_out = write.lay_out(state, request)
         if request.program is None or request.weights_only:
             return laid_out
         return _add_files_of_program(laid_out, state, request)
@@ -303,7 +280,7 @@ class Universal(_DeepSpeedWriter):
                 "stores the optimizer state, one folder per parameter",
                 "write only the weights with --to deepspeed, or with reshard merge",
             )
-        return write.lay_out_universal(state, **self._describe_grid(request))
+        return write.lay_out_universal(state, request)
 
 
 _NAMES = ModelNames(may_differ=_names_may_differ, describe=_describe_model, spelling=_find_spelling)

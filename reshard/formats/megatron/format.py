@@ -31,6 +31,7 @@ from reshard.units import round_up
 if TYPE_CHECKING:
     from reshard.containers.skeletons import LaidOut
     from reshard.formats.base import S, StateConversion
+    from reshard.formats.megatron.write.choice import MegatronTarget
     from reshard.formats.request import Request
     from reshard.formats.target_options import TargetOptions
     from reshard.layouts.model_parallel.traits import Traits
@@ -153,7 +154,7 @@ class Megatron(Writer):
             UsageError: ``--stage-layers`` is not a list of numbers.
         """
         from reshard.formats.megatron.arguments import Arguments
-        from reshard.formats.megatron.write.choice import MegatronOptions
+        from reshard.formats.megatron.write.choice import MegatronTarget
         from reshard.layouts.model_parallel.sizes import parse_stage_layers
 
         args, sizes = _read_args(source), request.parallel
@@ -173,11 +174,11 @@ class Megatron(Writer):
         if distributed is None:
             distributed = args.get("use_distributed_optimizer") is True
         is_local = args.get("transformer_impl") == "local"
-        megatron_options = MegatronOptions(
+        return replace(
+            MegatronTarget.of(request),
             sizes=replace(sizes, virtual=virtual),
             form=options.ckpt_format
             or ("torch_dist" if source.origin.form in _OF_DCP else "torch"),
-            data=request.world_size // sizes.model,
             stage_layers=stage_layers,
             mtp_at=mtp_at,
             distributed=distributed,
@@ -191,14 +192,13 @@ class Megatron(Writer):
                 or _keep_rows(source, sizes.tensor)
                 or _DIVISIBLE
             ),
-            dtype=request.dtype or _find_dtype_of_module(source, args),
-            weights_only=request.weights_only,
+            module_dtype=request.dtype or _find_dtype_of_module(source, args),
         )
-        return replace(request, own=megatron_options)
 
     def describe(self, request: Request) -> str:
         """Return the form and the grid."""
-        return " ".join(filter(None, (request.own.form, str(request.own.sizes))))
+        target = _as_target(request)
+        return " ".join(filter(None, (target.form, str(target.sizes))))
 
     def rename(self, conversion: StateConversion, names: NameOptions) -> Naming:
         """Return the state under Megatron's names, with the description of its model.
@@ -226,7 +226,7 @@ class Megatron(Writer):
                 family, traits = describe_config(manifest, names, conversion.request.model_hint)
                 args |= family.make_args(traits)
             described = Described(table, tables.build_architecture(traits, names), args)
-            return _trim(Naming(manifest, described=described), conversion.request.own)
+            return _trim(Naming(manifest, described=described), _as_target(conversion.request))
         manifest, traits, family = tables.rename_to_hf_first(
             manifest, source.names, names, conversion.request.model_hint
         )
@@ -237,7 +237,7 @@ class Megatron(Writer):
             table, tables.build_architecture(traits, names), family.make_args(traits)
         )
         named = Naming(renamed.manifest, notes, described=described, merged=renamed.merged)
-        return _trim(named, conversion.request.own)
+        return _trim(named, _as_target(conversion.request))
 
     def adapt(self, conversion: S) -> S:
         """Return the conversion with what ranks of Megatron saved beside tensors."""
@@ -247,8 +247,7 @@ class Megatron(Writer):
 
     def list_own_entries(self, request: Request) -> Sequence[Entry]:
         """Return the extra states of modules."""
-        entries: Sequence[Entry] = request.own.rank_states.entries
-        return entries
+        return _as_target(request).rank_states.entries
 
     def lay_out(self, state: WritableState, request: Request) -> LaidOut:
         """Lay out the directory."""
@@ -256,7 +255,13 @@ class Megatron(Writer):
 
         if request.described is None:
             raise AssertionError("`rename` describes the model")
-        return write.lay_out(state, request.own, request.described)
+        return write.lay_out(state, _as_target(request), request.described)
+
+
+def _as_target(request: Request) -> MegatronTarget:
+    from reshard.formats.megatron.write.choice import MegatronTarget
+
+    return MegatronTarget.of(request)
 
 
 def _find_dtype_of_module(source: Manifest, args: Mapping[str, Any]) -> DType | None:
@@ -289,7 +294,7 @@ def _keep_rows(source: Manifest, tensor_ranks: int) -> int:
     return 0 if rows % tensor_ranks else rows // tensor_ranks
 
 
-def _trim(named: Naming, wanted: Any) -> Naming:
+def _trim(named: Naming, wanted: MegatronTarget) -> Naming:
     """Return the state with no more padding of the vocabulary than the output has."""
     from reshard.layouts.model_parallel import vocabulary
 

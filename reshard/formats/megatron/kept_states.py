@@ -11,6 +11,7 @@ from reshard.errors import UnsupportedError, UsageError
 from reshard.formats.megatron import rank_states
 from reshard.formats.megatron.rank_states import RankStates
 from reshard.formats.megatron.write import written_states
+from reshard.formats.megatron.write.choice import MegatronTarget
 from reshard.formats.megatron.write.written_states import WrittenStates
 from reshard.units import counted
 
@@ -29,14 +30,14 @@ def adapt(conversion: S) -> S:
     states = rank_states.get_rank_states(conversion.manifest)
     written = _choose_extra_states(states, conversion)
     written = replace(written, rng=_choose_random_states(states, conversion))
-    request = conversion.request
-    own_options = replace(request.own, rank_states=written)
-    return replace(conversion, request=replace(request, own=own_options))
+    target = replace(MegatronTarget.of(conversion.request), rank_states=written)
+    return replace(conversion, request=target)
 
 
 def _choose_extra_states(states: RankStates, conversion: StateConversion) -> WrittenStates:
     """Return the extra states to write."""
-    manifest, wanted, notes = conversion.manifest, conversion.request.own, conversion.notes
+    manifest, notes = conversion.manifest, conversion.notes
+    wanted = MegatronTarget.of(conversion.request)
     policy, what = conversion.options.extra_state, name_extra_states(manifest)
     reason = "--extra-state drop"
     if policy != "drop":
@@ -64,8 +65,8 @@ def _choose_random_states(
     states: RankStates, conversion: StateConversion
 ) -> Mapping[rank_states.RankKey, object]:
     """Return the random states to write."""
-    manifest, request, notes = conversion.manifest, conversion.request, conversion.notes
-    wanted, policy = request.own, request.rng
+    manifest, notes = conversion.manifest, conversion.notes
+    wanted, policy = MegatronTarget.of(conversion.request), conversion.request.rng
     if policy == "derive":
         raise UnsupportedError(
             "--rng derive",
@@ -74,11 +75,11 @@ def _choose_random_states(
             "leave it out, and load with --no-load-rng",
         )
     if policy == "drop" or wanted.weights_only:
-        reason = "--rng drop" if policy == "drop" else request.weights_option
+        reason = "--rng drop" if policy == "drop" else wanted.weights_option
         notes.dropped += [f"random states ({reason})"] if states.rng else []
         return {}
     reason = written_states.find_rng_obstacle(
-        states, manifest, wanted.sizes, wanted.data, wanted.form
+        states, manifest, wanted.sizes, wanted.data_parallel, wanted.form
     )
     if reason:
         if policy == "keep":

@@ -106,8 +106,10 @@ class Dcp(_TorchWriter):
 
     def describe_load(self, request: Request) -> str:
         """Return the line with the directories that the source has, if there are several."""
-        own = request.own.directories if request.own is not None else ()
-        paths = [f'"{{path}}/{each.folder}"' for each in own if each.folder]
+        from reshard.formats.dcp.saved_keys import SavedKeys
+
+        directories = SavedKeys.of(request).directories
+        paths = [f'"{{path}}/{each.folder}"' for each in directories if each.folder]
         first, *others = paths or ['"{path}"']
         return ", and ".join([_LOAD_DCP.format(first), *others])
 
@@ -119,8 +121,7 @@ class Dcp(_TorchWriter):
         """Return the conversion with the keys of a DCP source, if the output can have them."""
         from reshard.formats.dcp import saved_keys
 
-        saved = saved_keys.find(conversion)
-        return replace(conversion, request=replace(conversion.request, own=saved))
+        return replace(conversion, request=saved_keys.find(conversion) or conversion.request)
 
     def copies_values(self, conversion: StateConversion) -> bool:
         """Return whether the output has the keys and the values of a DCP source."""

@@ -15,6 +15,7 @@ from reshard.errors import UnsupportedError, UsageError
 from reshard.formats import registry
 from reshard.formats.dcp import saved_keys
 from reshard.formats.dcp import writer as dcp
+from reshard.formats.dcp.saved_keys import SavedKeys
 from reshard.formats.fsdp import flat_files, rank_files
 from reshard.formats.parameter_kinds import build_is_divided
 from reshard.formats.pytorch.directory import FILE, NAME
@@ -67,8 +68,8 @@ def lay_out_dcp(state: WritableState, request: Request) -> LaidOut:
     Without ``--to``, a DCP source keeps its keys, so that the program that saved it loads the
     output. Otherwise the directory has ``model`` and ``optim``.
     """
-    if request.own is not None:
-        return saved_keys.lay_out(state, request.own, request)
+    if isinstance(request, SavedKeys):
+        return saved_keys.lay_out(state, request)
     notes = (*_describe_changes(state), *_note_keys(state, request, "optim"))
     return LaidOut(dcp.lay_out(state, request), notes)
 

@@ -25,9 +25,8 @@ loads a universal directory at any, with ``"checkpoint": {"load_universal": true
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import replace
-from typing import Any
 
 from reshard.containers import skeletons
 from reshard.containers.skeletons import LaidOut
@@ -36,61 +35,40 @@ from reshard.core.manifest import Skeleton
 from reshard.errors import UnsupportedError, UsageError
 from reshard.formats.deepspeed.layers import TIED
 from reshard.formats.deepspeed.write import experts, files, gpt_neox, grid, report, universal
-from reshard.formats.deepspeed.write.grid import ONE_RANK, GridOptions, ModelGrid, ModelRank
+from reshard.formats.deepspeed.write.grid import DeepSpeedTarget, ModelGrid, ModelRank
 from reshard.formats.deepspeed.write.pipeline import refuse_unknown_uses
 from reshard.formats.deepspeed.write.spec import OutputSpec, find_precision, resolve_spec
 from reshard.formats.deepspeed.write.split_metadata import SplitMetadata
+from reshard.formats.request import NO_PROGRAM, Request
 from reshard.training.state import WritableState, drop_recomputed_slots
 
 
-def lay_out(
-    state: WritableState,
-    *,
-    world_size: int,
-    stage: int,
-    precision: DType | None = None,
-    weights_only: bool = False,
-    grid_options: GridOptions = ONE_RANK,
-    config: Mapping[str, Any] | None = None,
-    tag: str | None = None,
-) -> LaidOut:
+def lay_out(state: WritableState, request: Request) -> LaidOut:
     """Lay out the run directory: ``latest``, and the files of every rank in the tag's directory.
 
     An entry is in the skeleton twice if both the module's copy and the fp32 master come from one
     source tensor: each of the two covers it exactly.
 
-    Args:
-        precision: dtype of the module's parameters; None: each as it was trained.
-        weights_only: write only what ``load_checkpoint(..., load_module_only=True)`` reads. Stages
-            0 to 2 have one file for any number of ranks. At stage 3 the user must also pass
-            ``load_optimizer_states=False`` (``engine.py``, ``_load_checkpoint``): without it
-            DeepSpeed reads only placeholders.
-        config: configuration of the engine that loads the files; None: that of the source.
-        tag: the directory's name; None: ``global_step`` and the step.
+    Weights alone are only what ``load_checkpoint(..., load_module_only=True)`` reads. Stages 0 to 2
+    have one file for any number of ranks. At stage 3 the user must also pass
+    ``load_optimizer_states=False`` (``engine.py``, ``_load_checkpoint``): without it DeepSpeed
+    reads only placeholders.
     """
-    options: dict[str, Any] = {
-        "world_size": world_size,
-        "stage": stage,
-        "precision": precision,
-        "weights_only": weights_only,
-        "config": config,
-        "tag": tag,
-    }
-    notes = tuple(gpt_neox.describe_settings(state, grid_options.sizes))
-    state = gpt_neox.adapt_settings(state, grid_options.sizes)
+    target = DeepSpeedTarget.of(request)
+    notes = tuple(gpt_neox.describe_settings(state, target.parallel))
+    state = gpt_neox.adapt_settings(state, target.parallel)
     if grid.has_experts(state):
-        parts, spec, notes = _lay_out_mixture(state, grid_options, **options)
-    elif grid.is_whole(state, grid_options):
-        spec = resolve_spec(state, **options)
+        parts, spec, notes = _lay_out_mixture(state, target)
+    elif grid.is_whole(state, target):
+        spec = resolve_spec(state, target)
         parts = [files.lay_out_rank(spec)]
     else:
-        if grid_options.sizes.pipeline > 1 and not weights_only:
+        if target.parallel.pipeline > 1 and not target.weights_only:
             refuse_unknown_uses(state.manifest)
-        cut = grid.cut_state(state, grid_options)
-        specs = _resolve_ranks(state, cut, grid_options, **options)
-        parts = [files.lay_out_rank(own, rank) for own, rank in specs]
+        cut = grid.cut_state(state, target)
+        parts = [files.lay_out_rank(own, rank) for own, rank in _resolve_ranks(state, cut, target)]
         # The notes and the tag are about the whole run, not about one rank of it.
-        spec, notes = resolve_spec(state, **options), (*cut.notes, *notes)
+        spec, notes = resolve_spec(state, target), (*cut.notes, *notes)
     models = skeletons.join(models for models, _ in parts)
     optimizers = skeletons.join(optimizers for _, optimizers in parts)
     latest = skeletons.lay_out_bytes("latest", spec.tag.encode())
@@ -103,37 +81,15 @@ def lay_out(
 
 
 def _lay_out_mixture(
-    state: WritableState,
-    grid_options: GridOptions,
-    *,
-    world_size: int,
-    stage: int,
-    weights_only: bool,
-    **options: Any,
+    state: WritableState, target: DeepSpeedTarget
 ) -> tuple[list[tuple[Skeleton, Skeleton]], OutputSpec, tuple[str, ...]]:
     """Lay out a run with experts; return each model-parallel rank's files, the spec, and notes."""
     trained = find_precision(state)
     cut = ModelGrid((ModelRank(0, state),), layered=False, notes=())
-    if grid_options.sizes.model > 1:
-        cut = grid.cut_state(state, grid_options)
-    mixtures = [
-        experts.make_mixture(
-            rank.state, grid_options, world_size, weights_only=weights_only, mp_rank=rank.number
-        )
-        for rank in cut.ranks
-    ]
-    laid_out = [
-        files.lay_out_experts(
-            mixture,
-            sizes=grid_options.sizes,
-            world_size=world_size,
-            stage=stage,
-            weights_only=weights_only,
-            trained=trained,
-            **options,
-        )
-        for mixture in mixtures
-    ]
+    if target.parallel.model > 1:
+        cut = grid.cut_state(state, target)
+    mixtures = [experts.make_mixture(rank.state, target, rank.number) for rank in cut.ranks]
+    laid_out = [files.lay_out_experts(mixture, target, trained) for mixture in mixtures]
     parts = [
         (rank.lift(models), rank.lift(optimizers))
         for rank, (_, models, optimizers) in zip(cut.ranks, laid_out, strict=True)
@@ -142,34 +98,25 @@ def _lay_out_mixture(
 
 
 def _resolve_ranks(
-    state: WritableState,
-    cut: ModelGrid,
-    grid_options: GridOptions,
-    *,
-    stage: int,
-    weights_only: bool,
-    **options: Any,
+    state: WritableState, cut: ModelGrid, target: DeepSpeedTarget, *, universal: bool = False
 ) -> Iterator[tuple[OutputSpec, ModelRank]]:
     """Yield each model-parallel rank with the spec of its files."""
     trained = find_precision(state)  # a single rank's parameters may have another dtype than most
-    _refuse_stage(cut, stage, options["precision"] or trained, weights_only=weights_only)
+    if cut.layered and not target.weights_only:
+        _refuse_stage(cut, target.zero_stage, target.dtype or trained)
     for rank in cut.ranks:
-        spec = resolve_spec(
-            rank.state, stage=stage, weights_only=weights_only, trained=trained, **options
-        )
+        spec = resolve_spec(rank.state, target, universal=universal, trained=trained)
         yield (
-            replace(spec, sizes=grid_options.sizes, mp_rank=rank.number, layered=cut.layered),
+            replace(spec, sizes=target.parallel, mp_rank=rank.number, layered=cut.layered),
             rank,
         )
 
 
-def _refuse_stage(cut: ModelGrid, stage: int, precision: DType, *, weights_only: bool) -> None:
+def _refuse_stage(cut: ModelGrid, stage: int, precision: DType) -> None:
     """Refuse stages that DeepSpeed does not have for a pipeline.
 
     Source: DeepSpeed 0.19.8 ``runtime/pipe/engine.py``.
     """
-    if not cut.layered or weights_only:
-        return
     if stage > 1:
         raise UsageError(
             f"--zero-stage {stage}",
@@ -193,41 +140,31 @@ def _refuse_stage(cut: ModelGrid, stage: int, precision: DType, *, weights_only:
         )
 
 
-def lay_out_universal(
-    state: WritableState,
-    *,
-    world_size: int,
-    stage: int,
-    precision: DType | None = None,
-    grid_options: GridOptions = ONE_RANK,
-) -> LaidOut:
+def lay_out_universal(state: WritableState, request: Request) -> LaidOut:
     """Lay out a universal checkpoint: ``latest_universal``, and one file for each tensor.
 
-    Args:
-        grid_options: the model-parallel grid whose ranks' model states are written.
-        world_size, stage: values for the ``ds_config`` of the new run; the layout does not depend
-            on them. There is no universal checkpoint of stage 0: it becomes 1.
+    The number of data-parallel ranks and the stage are values for the ``ds_config`` of the new run;
+    the layout does not depend on them. There is no universal checkpoint of stage 0: it becomes 1.
     """
-    neox_notes = tuple(gpt_neox.describe_settings(state, grid_options.sizes))
-    state = gpt_neox.adapt_settings(state, grid_options.sizes)
+    target = replace(
+        DeepSpeedTarget.of(request),
+        zero_stage=max(request.zero_stage, 1),
+        tag=None,
+        live=NO_PROGRAM,
+    )
+    neox_notes = tuple(gpt_neox.describe_settings(state, target.parallel))
+    state = gpt_neox.adapt_settings(state, target.parallel)
     experts.refuse_universal(state)
     recomputed_notes = tuple(report.note_recomputed(state, "not copied"))
     state = drop_recomputed_slots(state)
-    options: dict[str, Any] = {
-        "world_size": world_size,
-        "stage": max(stage, 1),
-        "precision": precision,
-        "universal": True,
-    }
-    if grid.is_whole(state, grid_options):
-        spec = resolve_spec(state, **options)
+    if grid.is_whole(state, target):
+        spec = resolve_spec(state, target, universal=True)
         skeleton, notes = universal.lay_out_files(spec), tuple(report.describe_universal(spec))
     else:
-        metadata = SplitMetadata(state, grid_options)
-        spec = resolve_spec(metadata.strip_padding(state), **options)
-        spec = replace(spec, sizes=grid_options.sizes)  # for the world size in its stamps
-        cut = grid.cut_state(state, grid_options)
-        ranks = _resolve_ranks(state, cut, grid_options, weights_only=False, **options)
+        metadata = SplitMetadata(state, target)
+        spec = resolve_spec(metadata.strip_padding(state), target, universal=True)
+        spec = replace(spec, sizes=target.parallel)  # for the world size in its stamps
+        ranks = _resolve_ranks(state, grid.cut_state(state, target), target, universal=True)
         models = [rank.lift(universal.lay_out_model_rank(own)) for own, rank in ranks]
         skeleton = universal.lay_out_files(spec, metadata, skeletons.join(models))
         # Vocabularies without padding are the first rows of what the source has.

@@ -22,7 +22,7 @@ from reshard.formats.deepspeed.experts.layout import (
     parse_expert_name,
 )
 from reshard.formats.deepspeed.write.expert_groups import regroup_experts
-from reshard.formats.deepspeed.write.grid import GridOptions
+from reshard.formats.deepspeed.write.grid import DeepSpeedTarget
 from reshard.training.copied_files import TENSOR
 from reshard.training.state import WritableState, change_entries
 
@@ -160,21 +160,13 @@ class Mixture:
         return ExpertRank(replace(state, manifest=replace(state.manifest, tied=tied)), names)
 
 
-def make_mixture(
-    state: WritableState,
-    options: GridOptions,
-    world: int,
-    *,
-    weights_only: bool = False,
-    mp_rank: int = 0,
-) -> Mixture:
+def make_mixture(state: WritableState, target: DeepSpeedTarget, mp_rank: int = 0) -> Mixture:
     """Return the experts of a state, as one model-parallel rank has it.
 
     Files of weights alone do not depend on the ranks that share the experts, unless these belong to
     several tensor-parallel ranks.
 
     Args:
-        world: number of data-parallel ranks.
         mp_rank: number of the model-parallel rank.
 
     Raises:
@@ -182,19 +174,19 @@ def make_mixture(
         UnsupportedError: the grid has pipeline stages, or tensor-parallel ranks with which
             DeepSpeed does not save every file; param groups of experts are not DeepSpeed's.
     """
-    counts = _count_experts(state)
-    if options.sizes.pipeline > 1:
+    counts, world, grid = _count_experts(state), target.data_parallel, target.parallel
+    if grid.pipeline > 1:
         raise UnsupportedError(
-            f"{options.sizes}",
+            f"{grid}",
             "reshard does not write experts together with pipeline stages",
             "leave out --pp",
         )
     is_cut = are_experts_cut(state.manifest.origin.mesh)
-    tensor = 1 if is_cut else options.sizes.tensor
-    if weights_only and tensor == 1:
+    tensor = 1 if is_cut else grid.tensor
+    if target.weights_only and tensor == 1:
         return Mixture(state, counts, dict.fromkeys(counts, 1), world, (), mp_rank)
     before = _find_sizes(state, counts)
-    sizes = dict.fromkeys(counts, options.experts) if options.experts else before
+    sizes = dict.fromkeys(counts, target.experts) if target.experts else before
     for layer, size in sizes.items():
         _check_divisible(layer, counts[layer], size, world * tensor)
         _refuse_partial_save(state, layer, size, tensor)
@@ -208,7 +200,7 @@ def make_mixture(
             " PYTHONHASHSEED as in the run that saved it, or pass --ep N for all"
         )
         notes = (*notes, note)
-    if options.sizes.tensor > 1:
+    if grid.tensor > 1:
         each = "share each expert, so" if is_cut else "have each expert whole, so"
         setting = f"enable_expert_tensor_parallelism={is_cut}"
         note = f"tensor-parallel ranks {each} the layers of the new run need {setting}"
@@ -235,7 +227,7 @@ def _refuse_partial_save(state: WritableState, layer: str, size: int, tensor: in
     )
 
 
-def refuse_stage(mixture: Mixture, stage: int, *, weights_only: bool) -> None:
+def refuse_stage(mixture: Mixture, target: DeepSpeedTarget) -> None:
     """Refuse stages that DeepSpeed does not have for experts.
 
     Source: DeepSpeed 0.19.8 ``_validate_zero3_moe_compatibility``.
@@ -243,7 +235,7 @@ def refuse_stage(mixture: Mixture, stage: int, *, weights_only: bool) -> None:
     Raises:
         UnsupportedError: naming the stage, and another that can be written.
     """
-    if stage == 3:
+    if target.zero_stage == 3:
         raise UnsupportedError(
             "--zero-stage 3",
             'DeepSpeed does not support its own layers of experts at stage 3 ("Native DeepSpeed'
@@ -251,7 +243,7 @@ def refuse_stage(mixture: Mixture, stage: int, *, weights_only: bool) -> None:
             "give --zero-stage 2",
         )
     sizes = sorted(set(mixture.sizes.values()))
-    if stage == 0 and len(sizes) > 1 and not weights_only:
+    if target.zero_stage == 0 and len(sizes) > 1 and not target.weights_only:
         raise UnsupportedError(
             "--zero-stage 0",
             f"the layers of experts are shared by {' or '.join(map(str, sizes))} ranks: at stage 0"

@@ -12,15 +12,14 @@ from typing import Any
 
 from reshard.containers import skeletons, torch_writer
 from reshard.containers.torch_writer import build_whole_tensor
-from reshard.core.dtypes import BFLOAT16
+from reshard.core.dtypes import BFLOAT16, DType
 from reshard.core.manifest import Skeleton
 from reshard.formats.deepspeed.write import model_states, stage3, stage12
 from reshard.formats.deepspeed.write.experts import Mixture, refuse_stage
-from reshard.formats.deepspeed.write.grid import ModelRank
+from reshard.formats.deepspeed.write.grid import DeepSpeedTarget, ModelRank
 from reshard.formats.deepspeed.write.objects import WRITTEN_AS
 from reshard.formats.deepspeed.write.spec import OutputSpec, resolve_spec
 from reshard.formats.deepspeed.write.stage0 import make_optimizer
-from reshard.layouts.model_parallel.sizes import Sizes
 from reshard.training.state import WritableState
 
 
@@ -36,25 +35,23 @@ def lay_out_rank(spec: OutputSpec, rank: ModelRank | None = None) -> tuple[Skele
 
 
 def lay_out_experts(
-    mixture: Mixture, *, sizes: Sizes, stage: int, weights_only: bool, **options: Any
+    mixture: Mixture, target: DeepSpeedTarget, trained: DType
 ) -> tuple[OutputSpec, Skeleton, Skeleton]:
     """Lay out what one model-parallel rank of a run with experts writes.
 
     Args:
-        sizes: sizes of the model-parallel grid.
+        trained: the precision of the run.
 
     Returns:
         The spec of all experts; the model states with the experts' files; the optimizer states.
     """
-    refuse_stage(mixture, stage, weights_only=weights_only)
-    stage = 0 if weights_only else stage
+    refuse_stage(mixture, target)
 
     def resolve(state: WritableState) -> OutputSpec:
-        spec = resolve_spec(state, stage=stage, weights_only=weights_only, **options)
         return replace(
-            spec,
+            resolve_spec(state, target, trained=trained),
             experts=tuple(mixture.counts.values()),
-            sizes=sizes,
+            sizes=target.parallel,
             mp_rank=mixture.mp_rank,
             spans_tensor_ranks=mixture.tensor > 1,
         )
@@ -63,14 +60,16 @@ def lay_out_experts(
     own = skeletons.join(_lay_out_model_states(resolve(first.state)))
     models = skeletons.join([first.lift(own), *_lay_out_expert_files(mixture, whole)])
     optimizers: list[Skeleton] = []
-    if stage:
+    if whole.stage:
         for part, ranks in mixture.list_parts():
             files = _lay_out_optimizer_states(resolve(part.state), ranks)
             optimizers.append(part.lift(skeletons.join(files)))
     else:
         for file, part in mixture.list_optimizers():
             name = f"{whole.tag}/{file}"
-            root = {"optimizer": None if weights_only else make_optimizer(resolve(part.state))}
+            root = {
+                "optimizer": None if target.weights_only else make_optimizer(resolve(part.state))
+            }
             stamp = whole.stamp(name)
             optimizers.append(part.lift(torch_writer.lay_out_object(name, root, stamp=stamp)))
     return whole, models, skeletons.join(optimizers)

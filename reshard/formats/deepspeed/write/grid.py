@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import Any
 
 from reshard.core.box import Box, Index, intersect, whole
@@ -26,11 +25,11 @@ from reshard.formats.deepspeed.write.pipeline import (
     list_layers,
     share_layers,
 )
+from reshard.formats.request import Request
 from reshard.layouts.model_parallel import shards
 from reshard.layouts.model_parallel.moves import Move, apply_moves
 from reshard.layouts.model_parallel.rules import FORM
 from reshard.layouts.model_parallel.shards import REPLICATED, Split
-from reshard.layouts.model_parallel.sizes import ONE, Sizes
 from reshard.training.copied_files import TENSOR
 from reshard.training.state import (
     TrainedGroup,
@@ -44,26 +43,20 @@ _UNEVEN = "DeepSpeed itself cuts it unevenly: write --to ds-universal, which it 
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class GridOptions:
-    """Options of the model-parallel grid.
+class DeepSpeedTarget(Request):
+    """A DeepSpeed run to write.
 
     Args:
         stage_layers: number of layers of each pipeline stage; None: as DeepSpeed shares them.
         divisible: the vocabulary is padded to a multiple of this times the tensor-parallel size;
             None: it stays as it is.
-        rules: a user's table of how parameters are cut.
         experts: number of ranks that share the experts of every layer; None: as many for each layer
             as in the source.
     """
 
-    sizes: Sizes = ONE
     stage_layers: tuple[int, ...] | None = None
     divisible: int | None = None
-    rules: Path | None = None
     experts: int | None = None
-
-
-ONE_RANK = GridOptions()
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,9 +101,9 @@ class ModelGrid:
     notes: tuple[str, ...]
 
 
-def is_whole(state: WritableState, options: GridOptions) -> bool:
+def is_whole(state: WritableState, target: DeepSpeedTarget) -> bool:
     """Return whether a single rank holds everything, with the module in the model states."""
-    return options.sizes.is_one and not is_pipeline(state.manifest)
+    return target.parallel.is_one and not is_pipeline(state.manifest)
 
 
 def has_experts(state: WritableState) -> bool:
@@ -119,12 +112,12 @@ def has_experts(state: WritableState) -> bool:
 
 
 def make_cuts(
-    state: WritableState, options: GridOptions, ranks: int
+    state: WritableState, target: DeepSpeedTarget, ranks: int
 ) -> tuple[Cuts, dict[str, Any]]:
     """Return how ranks share parameters, and the metadata of the source that says so."""
     found = state.manifest.train.opaque.get(TENSOR_PARALLEL_INFO)
     info: dict[str, Any] = dict(found) if isinstance(found, dict) else {}
-    if not info and options.sizes.tensor > 1 and options.rules is None:
+    if not info and target.parallel.tensor > 1 and target.rules is None:
         info = autotp.describe_cuts(state)
     cuts = Cuts(
         state.manifest.origin.path,
@@ -132,12 +125,12 @@ def make_cuts(
         {weight.fqn: weight.shape for weight in state.weights},
         ranks=ranks,
         buffers=[weight.fqn for weight in state.weights if weight.is_buffer],
-        rules=options.rules,
+        rules=target.rules,
     )
     return cuts, info
 
 
-def cut_state(state: WritableState, options: GridOptions) -> ModelGrid:
+def cut_state(state: WritableState, target: DeepSpeedTarget) -> ModelGrid:
     """Return what each model-parallel rank holds.
 
     Raises:
@@ -146,7 +139,7 @@ def cut_state(state: WritableState, options: GridOptions) -> ModelGrid:
         UnsupportedError: the order of parameters is lost; a slot does not have a value for each
             element.
     """
-    manifest, sizes = state.manifest, options.sizes
+    manifest, sizes = state.manifest, target.parallel
     if sizes.expert > 1 and not has_experts(state):
         raise UsageError(
             f"--ep {sizes.expert}",
@@ -173,12 +166,12 @@ def cut_state(state: WritableState, options: GridOptions) -> ModelGrid:
     notes: list[str] = []
     stages: list[Sequence[Layer]] = [layers]
     if layers:
-        ranges, how = share_layers(manifest, layers, sizes.pipeline, options.stage_layers)
+        ranges, how = share_layers(manifest, layers, sizes.pipeline, target.stage_layers)
         stages = [[layer for layer in layers if layer.number in own] for own in ranges]
         shown = " | ".join(f"{r.start}-{r.stop - 1}" if len(r) else "none" for r in ranges)
         if sizes.pipeline > 1:
             notes.append(f"layers of the stages: {shown}, {how}")
-    cutter = _Cutter(state, options)
+    cutter = _Cutter(state, target)
     # A topology with a tensor-parallel axis names it in the files of layers, also at size 1
     # (DeepSpeed 0.19.8 ``runtime/pipe/topology.py``, ``get_rank_repr``).
     suffixed = any("-model_" in path for path in manifest.files) or sizes.tensor > 1
@@ -235,12 +228,12 @@ def _select_stage(state: WritableState, layers: Sequence[Layer]) -> WritableStat
 class _Cutter:
     """Cuts every tensor of the state over tensor-parallel ranks."""
 
-    def __init__(self, state: WritableState, options: GridOptions) -> None:
-        self.size = options.sizes.tensor
+    def __init__(self, state: WritableState, target: DeepSpeedTarget) -> None:
+        self.size = target.parallel.tensor
         self._state = state
         self._blocks: dict[tuple[str, int], tuple[Index, tuple[tuple[Box, Box], ...]]] = {}
         self.notes: list[str] = []
-        cuts, self.info = make_cuts(state, options, self.size)
+        cuts, self.info = make_cuts(state, target, self.size)
         shapes = {weight.fqn: weight.shape for weight in state.weights}
         if self.size > 1 and not cuts.are_known:
             raise UsageError(
@@ -259,7 +252,7 @@ class _Cutter:
             for fqn, shape in shapes.items()
         }
         self._shapes = {
-            fqn: self._pad(fqn, shape, options.divisible) for fqn, shape in shapes.items()
+            fqn: self._pad(fqn, shape, target.divisible) for fqn, shape in shapes.items()
         }
         self.notes += cuts.notes
         self._note_shares(state)

@@ -16,6 +16,7 @@ from reshard.formats.deepspeed.cuts import TENSOR_PARALLEL_INFO
 from reshard.formats.deepspeed.experts.layout import has_experts, locate_rank
 from reshard.formats.deepspeed.train_state import ENGINE_KEYS
 from reshard.formats.deepspeed.write.objects import UNSCALED, complete_scaler, make_initial_scaler
+from reshard.formats.request import Request
 from reshard.layouts.model_parallel.sizes import ONE, Sizes
 from reshard.state_dict.optimizers.hyper_parameters import build_tensors
 from reshard.state_dict.own_values import find_scheduler
@@ -155,17 +156,8 @@ class OutputSpec:
         ]
 
 
-def resolve_spec(  # noqa: PLR0913 - a keyword an option
-    state: WritableState,
-    *,
-    world_size: int,
-    stage: int,
-    precision: DType | None = None,
-    universal: bool = False,
-    weights_only: bool = False,
-    trained: DType | None = None,
-    config: Mapping[str, Any] | None = None,
-    tag: str | None = None,
+def resolve_spec(
+    state: WritableState, target: Request, *, universal: bool = False, trained: DType | None = None
 ) -> OutputSpec:
     """Decide what is written.
 
@@ -173,9 +165,9 @@ def resolve_spec(  # noqa: PLR0913 - a keyword an option
         universal: whether a universal checkpoint is written. It has no flat tensors, so each group
             is listed as it is; and an optimizer without hyper-parameters keeps those of its script.
         trained: the precision of the run, if the state is a part of it; None: that of the state.
-        config: configuration of the engine that loads the files; None: that of the source.
-        tag: the directory's name; None: ``global_step`` and the step.
     """
+    world_size, stage, precision = target.data_parallel, target.zero_stage, target.dtype
+    weights_only, tag = target.weights_only, target.tag
     _check_options(world_size, stage, precision)
     if weights_only:
         state, stage = _without_optimizer(state), 3 if stage == 3 else 0
@@ -184,7 +176,7 @@ def resolve_spec(  # noqa: PLR0913 - a keyword an option
         refuse_lost_state(state)
     _check_source(state, needs_hyper=not (universal or weights_only))
     of_run = precision or trained or find_precision(state)
-    config = _adapt_config(config or order.find_engine_config(state), stage, of_run)
+    config = _adapt_config(target.live.config or order.find_engine_config(state), stage, of_run)
     # DeepSpeed loads a universal checkpoint into the wrong places under round_robin_gradients.
     drops_round_robin = universal and order.requests_round_robin(config)
     if drops_round_robin:

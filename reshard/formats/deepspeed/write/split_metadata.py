@@ -13,7 +13,7 @@ from typing import Any
 from reshard.containers.pickles.values import Call
 from reshard.core.box import Index
 from reshard.core.manifest import Entry, Skeleton
-from reshard.formats.deepspeed.write.grid import GridOptions, make_cuts
+from reshard.formats.deepspeed.write.grid import DeepSpeedTarget, make_cuts
 from reshard.layouts.model_parallel import shards
 from reshard.layouts.model_parallel.vocabulary import take_first_rows
 from reshard.training.state import WritableState, change_entries
@@ -29,13 +29,13 @@ class SplitMetadata:
     tensors get no metadata.
 
     Args:
-        options: the grid, and a user's table.
+        target: the grid, and a user's table.
     """
 
-    def __init__(self, state: WritableState, options: GridOptions) -> None:
-        tensor = options.sizes.tensor
+    def __init__(self, state: WritableState, target: DeepSpeedTarget) -> None:
+        tensor = target.parallel.tensor
         # For a single tensor-parallel rank, `Cuts` would describe every tensor as whole.
-        self._cuts, info = make_cuts(state, options, max(tensor, 2))
+        self._cuts, info = make_cuts(state, target, max(tensor, 2))
         vocabulary = info.get("original_vocab_size")
         self._vocabulary = vocabulary if isinstance(vocabulary, int) else None
         self.is_known = tensor > 1 or len(info) > 1  # every such dict states its version

@@ -23,22 +23,22 @@ from reshard.containers import skeletons
 from reshard.containers.skeletons import LaidOut
 from reshard.formats.megatron.directory import NAME
 from reshard.formats.megatron.write.args import PRECISION_AWARE
-from reshard.formats.megatron.write.choice import MegatronOptions, Resolved, resolve
+from reshard.formats.megatron.write.choice import MegatronTarget, Resolved, resolve
 from reshard.layouts.model_parallel.architecture import Described
 from reshard.layouts.model_parallel.families import BUILDER, DIFFERS
 from reshard.training.state import WritableState, describe_lost_setup, describe_lost_state
 
-__all__ = ["MegatronOptions", "lay_out"]
+__all__ = ["MegatronTarget", "lay_out"]
 
 
-def lay_out(state: WritableState, wanted: MegatronOptions, described: Described) -> LaidOut:
+def lay_out(state: WritableState, wanted: MegatronTarget, described: Described) -> LaidOut:
     """Return the layout of the run directory."""
     from reshard.formats.megatron.write import dist, launch, legacy
 
     choice = resolve(state, wanted, described)
     inside = legacy.name_directory(choice)
     if wanted.form == "torch_dist":
-        laid_out = dist.lay_out_files(choice, inside, wanted.sizes.model * wanted.data)
+        laid_out = dist.lay_out_files(choice, inside, choice.world)
     else:
         laid_out = legacy.lay_out_files(choice, inside)
     skeleton, notes = (

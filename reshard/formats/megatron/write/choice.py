@@ -21,10 +21,11 @@ from reshard.formats.megatron.write import groups, scheduler
 from reshard.formats.megatron.write.groups import Groups
 from reshard.formats.megatron.write.ranks import HEAD, KnownWeight, WeightLocations, find_rules
 from reshard.formats.megatron.write.written_states import WrittenStates
+from reshard.formats.request import Request
 from reshard.formats.target_options import Adam, CkptFormat, OptimSharding, TransformerImpl
 from reshard.layouts.model_parallel.architecture import Architecture, Described
 from reshard.layouts.model_parallel.rules import Table
-from reshard.layouts.model_parallel.sizes import Sizes
+from reshard.layouts.model_parallel.sizes import ONE, Sizes
 from reshard.layouts.model_parallel.vocabulary import find_row_counts
 from reshard.state_dict.plain_values import is_plain
 from reshard.state_dict.torch_state_dict import refuse_lost_state
@@ -41,11 +42,11 @@ _HYSTERESIS = 2  # Megatron-LM's default of --hysteresis
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class MegatronOptions:
-    """The given options.
+class MegatronTarget(Request):
+    """A run of Megatron to write.
 
     Args:
-        data: number of data-parallel ranks; only ``args`` depends on it.
+        sizes: those of the request, with the chunks of each pipeline rank.
         stage_layers: number of layers of each stage; None: the same in each.
         mtp_at: number of the stage with layers of multi-token prediction; None: the last one.
         distributed: whether the distributed optimizer loads the state.
@@ -53,13 +54,12 @@ class MegatronOptions:
         impl: the implementation of the layers, which decides their names.
         keeps_names: whether the names are those of the source's files instead.
         divisible: the vocabulary is padded to a multiple of this times the tensor-parallel size.
-        dtype: dtype of the module; None: as trained.
+        module_dtype: dtype of the module; None: as trained.
         rank_states: the states that ranks saved beside tensors.
     """
 
-    sizes: Sizes
+    sizes: Sizes = ONE
     form: CkptFormat = "torch"
-    data: int = 1
     stage_layers: tuple[int, ...] | None = None
     mtp_at: int | None = None
     distributed: bool = False
@@ -68,8 +68,7 @@ class MegatronOptions:
     impl: TransformerImpl = "transformer_engine"
     keeps_names: bool = False
     divisible: int = 128
-    dtype: DType | None = None
-    weights_only: bool = False
+    module_dtype: DType | None = None
     rank_states: WrittenStates = field(default_factory=WrittenStates)
 
     @property
@@ -90,7 +89,7 @@ class Resolved:
     """The resolved options: everything that the files depend on."""
 
     state: WritableState
-    wanted: MegatronOptions
+    wanted: MegatronTarget
     weights: tuple[KnownWeight, ...]
     places: WeightLocations
     groups: Groups
@@ -103,13 +102,12 @@ class Resolved:
 
     def stored(self, weight: Weight) -> tuple[Entry, DType]:
         """Return the entry that fills the module's copy of a weight, and its dtype there."""
-        return self.state.stored(weight, self.wanted.dtype)
+        return self.state.stored(weight, self.wanted.module_dtype)
 
     @property
     def world(self) -> int:
         """Number of ranks."""
-        sizes = self.wanted.sizes
-        return self.wanted.data * sizes.model
+        return self.wanted.data_parallel * self.wanted.sizes.model
 
     @property
     def client(self) -> dict[str, Any]:
@@ -176,7 +174,7 @@ class Resolved:
         return self.precision in (BFLOAT16, FLOAT16)
 
 
-def resolve(state: WritableState, wanted: MegatronOptions, described: Described) -> Resolved:
+def resolve(state: WritableState, wanted: MegatronTarget, described: Described) -> Resolved:
     """Resolve everything that the files depend on.
 
     Raises:
@@ -251,7 +249,7 @@ def resolve(state: WritableState, wanted: MegatronOptions, described: Described)
             "pass the model's config: --model config.json|DIR",
         )
     # A few tensors may be fp32 in a run of 16 bits, so the most common dtype is the run's.
-    precision = wanted.dtype or find_main_dtype(
+    precision = wanted.module_dtype or find_main_dtype(
         (weight.dtype, weight.value.numel) for weight in state.weights if weight.is_float
     )
     is_since_017 = state.manifest.train.opaque.get(names.MTP_SINCE_017)
@@ -289,7 +287,7 @@ def resolve(state: WritableState, wanted: MegatronOptions, described: Described)
 
 
 def _groups_experts(
-    weights: Sequence[KnownWeight], wanted: MegatronOptions, args: Mapping[str, Any]
+    weights: Sequence[KnownWeight], wanted: MegatronTarget, args: Mapping[str, Any]
 ) -> bool:
     """Return whether a module holds all experts of a rank, by the names of the files if they tell.
 
@@ -335,7 +333,7 @@ def _check_heads(args: Mapping[str, Any], ranks: int) -> None:
 def _adapt_args(
     args: Mapping[str, Any],
     state: WritableState,
-    wanted: MegatronOptions,
+    wanted: MegatronTarget,
     places: WeightLocations,
     precision: DType,
     *,
@@ -343,7 +341,9 @@ def _adapt_args(
     tied: bool,
 ) -> dict[str, Any]:
     """Return Megatron's arguments, as the options and the precision of the new run change them."""
-    adapted = arguments.adapt(args, wanted.sizes, wanted.data, layers=places.layers, padded=padded)
+    adapted = arguments.adapt(
+        args, wanted.sizes, wanted.data_parallel, layers=places.layers, padded=padded
+    )
     config, samples = state.manifest.train.config, state.manifest.train.samples
     if isinstance(config, Mapping) and config.get(DIVISIBLE):
         adapted[DIVISIBLE] = config[DIVISIBLE]
@@ -371,7 +371,7 @@ def _adapt_args(
     return adapted
 
 
-def _keep_experts_whole(wanted: MegatronOptions) -> MegatronOptions:
+def _keep_experts_whole(wanted: MegatronTarget) -> MegatronTarget:
     """Return the options with one rank for each expert, whatever shares the dense layers.
 
     Experts with biases are built so alone (core_v0.16.1 ``transformer_config.py``: "Bias in Moe is
@@ -388,7 +388,7 @@ def _is_tied(state: WritableState, architecture: Architecture) -> bool:
 
 def _choose_padding(
     state: WritableState,
-    wanted: MegatronOptions,
+    wanted: MegatronTarget,
     table: Table,
     constants: Mapping[str, int],
     architecture: Architecture,
@@ -416,7 +416,7 @@ def _choose_padding(
 
 
 def _check_slots(
-    state: WritableState, wanted: MegatronOptions, param_groups: Sequence[groups.MegatronGroup]
+    state: WritableState, wanted: MegatronTarget, param_groups: Sequence[groups.MegatronGroup]
 ) -> None:
     """Refuse optimizer states that are not stored for each element, which Megatron requires.
 

@@ -141,7 +141,7 @@ def _lay_out_group(
         number: that of the group, whose tensors are in one file.
     """
     numels = [[bucket.numel for bucket in buffer.buckets] for buffer in buffers]
-    multiple = lcm(_BUCKET, choice.wanted.data)
+    multiple = lcm(_BUCKET, choice.wanted.data_parallel)
     padded = [[round_up(numel, multiple) for numel in each] for each in numels]
     counts = {"per_bucket_numel": padded, "per_bucket_numel_unpadded": numels}
     stated = {
