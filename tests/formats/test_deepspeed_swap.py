@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from reshard.containers.torch_objects import StoredBuffer, Tensor, TorchFile
 from reshard.core.dtypes import FLOAT32
 from reshard.core.location import Location
-from reshard.core.manifest import MASTER
 from reshard.errors import UnsupportedError
 from reshard.formats.deepspeed import swap
 from reshard.formats.deepspeed.states import OptimizerStates
@@ -43,13 +44,14 @@ def test_swap_files_of_equal_size_are_refused(numels, tmp_path):
     ranks = save(tmp_path, numels, 3)
     shapes = [{f"p{number}": (numel,)} for number, numel in enumerate(numels)]
     with pytest.raises(UnsupportedError, match="cannot be told apart by size"):
-        swap.find_swap_files(Location([tmp_path]), shapes, ranks)
+        swap.fill(Location([tmp_path]), shapes, ranks)
 
 
 def test_swap_files_are_matched_by_size(tmp_path):
     # The two whole sub-groups differ by less than 64 KiB, but no two files have one size.
     ranks = save(tmp_path, (4000, 1000), 3)
     shapes = [{"small": (1000,)}, {"large": (4000,)}]
-    found = swap.find_swap_files(Location([tmp_path]), shapes, ranks)
-    names = {number: found[2, number, MASTER].file.rsplit("/", 1)[1] for number in range(2)}
-    assert names == {0: "1_1.tensor.swp", 1: "0_0.tensor.swp"}
+    (*_, filled), files = swap.fill(Location([tmp_path]), shapes, ranks)
+    masters = [tensor.storage.file for tensor in filled.require_list("fp32_flat_groups")]
+    assert [Path(file).name for file in masters] == ["1_1.tensor.swp", "0_0.tensor.swp"]
+    assert len(files) == 6

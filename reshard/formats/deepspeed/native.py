@@ -62,7 +62,6 @@ from reshard.formats.deepspeed.train_state import (
 from reshard.model.weight_decay import FindDivisions, find_no_divisions
 from reshard.quantised import moments
 from reshard.state_dict.plain_values import to_plain
-from reshard.system.files import get_size
 from reshard.system.paths import as_path
 from reshard.system.threads import map_files
 from reshard.units import some
@@ -221,12 +220,8 @@ def _assemble(
 ) -> Manifest:
     first = models[0]
     tied = first.find_aliases()
-    swapped = swap.find_swap_files(location, first.shapes, ranks)
-    optimizer = (
-        _read_optimizer(first, ranks, swapped)
-        if ranks
-        else stage0.read(first, tied, find_divisions)
-    )
+    ranks, swap_files = swap.fill(location, first.shapes, ranks)
+    optimizer = _read_optimizer(first, ranks) if ranks else stage0.read(first, tied, find_divisions)
     stage, warnings = optimizer.stage, optimizer.warnings
     in_16_bit = any(entry.kind == MASTER for entry in optimizer.entries)
     module = _read_module(models, tied, sharded=stage == 3)
@@ -241,7 +236,6 @@ def _assemble(
         warnings += _warn_of_quantised(first)
     opened = [*(model.file for model in models), *layers, *(rank.file for rank in ranks)]
     without_frozen = _excludes_frozen(first, stage)
-    paths = {piece.file for piece in swapped.values()}
     return Manifest(
         origin=Origin(
             format="deepspeed",
@@ -257,8 +251,7 @@ def _assemble(
             facts=FrameworkFacts(describes_model=True),
         ),
         entries=index_entries(entries),
-        files={file.path: _describe_source(file, optimizer) for file in opened}
-        | {path: SourceFile(path, get_size(path)) for path in sorted(paths)},
+        files={file.path: _describe_source(file, optimizer) for file in opened} | swap_files,
         train=replace(
             optimizer.train,
             updates_at_start=list_possible_initial_updates(
@@ -286,15 +279,13 @@ def _describe_source(file: TorchFile, optimizer: OptimizerContent) -> SourceFile
     return replace(source, claims=(*source.claims, *claims)) if claims else source
 
 
-def _read_optimizer(
-    first: ModelStates, ranks: Sequence[OptimizerStates], swapped: stage3.Swapped
-) -> OptimizerContent:
+def _read_optimizer(first: ModelStates, ranks: Sequence[OptimizerStates]) -> OptimizerContent:
     """Read the optimizer states of ZeRO in the form of the stage that wrote them."""
     root, shapes = ranks[0].root, first.shapes
     claims = {}
     if ranks[0].is_stage_3:
         stage = 3
-        entries = list(stage3.read(shapes, _list_sharing_ranks(first, ranks), swapped))
+        entries = list(stage3.read(shapes, _list_sharing_ranks(first, ranks)))
     elif "single_partition_of_fp32_groups" in root:
         stage = int(root.get("zero_stage") or 1)  # BF16_Optimizer, which is stage 1, writes none
         owners = _list_sharing_ranks(first, ranks)

@@ -27,25 +27,20 @@ from reshard.formats.deepspeed.states import (
 )
 from reshard.layouts.runs import EqualRuns, RankOffsets
 
-Swapped = Mapping[tuple[int, int, str], FlatPiece]  # (rank, sub-group, kind) -> its swap file
 
-
-def read(
-    shapes: Shapes, owners: Sequence[Sequence[Sequence[OptimizerStates]]], swapped: Swapped
-) -> Iterator[Entry]:
+def read(shapes: Shapes, owners: Sequence[Sequence[Sequence[OptimizerStates]]]) -> Iterator[Entry]:
     """Yield the master weights and every optimizer slot of every sub-group.
 
     Args:
         owners: for each sub-group, the ranks that share each of its parts; see
             `stage12.read_groups`.
-        swapped: the pieces that are in swap files instead of the optimizer states.
 
     Raises:
         CorruptError: a sub-group is not as long as its parameters.
     """
     for index, (members, parts) in enumerate(zip(shapes, owners, strict=True)):
         for inside, ranks in divide_members(members, parts):
-            yield from _read_part(index, inside, ranks, len(shapes), swapped)
+            yield from _read_part(index, inside, ranks, len(shapes))
 
 
 def _read_part(
@@ -53,7 +48,6 @@ def _read_part(
     members: Mapping[str, Index],
     ranks: Sequence[OptimizerStates],
     sub_groups: int,
-    swapped: Swapped,
 ) -> Iterator[Entry]:
     """Yield the masters and slots of the members of a sub-group that these ranks share."""
     masters = [_get_masters(rank, sub_groups)[index] for rank in ranks]
@@ -66,14 +60,10 @@ def _read_part(
     expected = [count_piece_elements(members, len(ranks))] * len(ranks)
     for kind in (MASTER, *kinds):
         tensors = masters if kind == MASTER else [own[kind] for own in slots]
-        is_swapped = (ranks[0].rank, index, kind) in swapped
-        if kind != MASTER and not is_swapped and is_of_another_length(kind, tensors, expected):
+        if kind != MASTER and is_of_another_length(kind, tensors, expected):
             continue
-        pieces = [
-            swapped.get((rank.rank, index, kind)) or locate_piece(rank.file, tensor)
-            for rank, tensor in zip(ranks, tensors, strict=True)
-        ]
-        yield from _split(kind, members, pieces)
+        pieces = zip(ranks, tensors, strict=True)
+        yield from _split(kind, members, [locate_piece(rank.file, t) for rank, t in pieces])
     yield from read_scalars(members, list(zip(ranks, states, strict=True)))
 
 

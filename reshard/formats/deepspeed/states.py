@@ -21,6 +21,7 @@ from reshard.quantised import moments
 from reshard.state_dict import leaves
 from reshard.state_dict.optimizers import nested_slots
 from reshard.state_dict.plain_values import is_plain, to_plain
+from reshard.system import escaped
 from reshard.training import optimizers
 
 # An enum is pickled as a call of its class with a value. Only the value is kept.
@@ -307,7 +308,7 @@ def locate_piece(file: TorchFile, tensor: Tensor) -> FlatPiece:
         UnsupportedError: it is a numpy array, whose bytes are not raw in the file.
     """
     storage = tensor.storage
-    if storage.file != file.path and not moments.has_codes([tensor.chunk]):
+    if escaped.is_escaped(storage.file):
         raise UnsupportedError(
             file.path,
             "contains a flat partition that is a numpy array, which reshard does not read",

@@ -14,16 +14,17 @@ Source: DeepSpeed 0.19.8 ``runtime/engine.py`` (``save_checkpoint``), ``runtime/
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 
-from reshard.containers.torch_objects import Tensor
+from reshard.containers.torch_objects import StoredBuffer, Tensor
 from reshard.core import dtypes
 from reshard.core.location import Location
-from reshard.core.manifest import MASTER
+from reshard.core.manifest import MASTER, SourceFile
 from reshard.errors import CorruptError, IncompleteError, UnsupportedError
-from reshard.formats.deepspeed.stage3 import Swapped, count_piece_elements
-from reshard.formats.deepspeed.states import FlatPiece, OptimizerStates, Shapes
+from reshard.formats.deepspeed.stage3 import count_piece_elements
+from reshard.formats.deepspeed.states import OptimizerStates, Shapes
 from reshard.system.files import get_size
 
 _WEIGHTS = re.compile(r"(\d+)_(\d+)\.tensor\.swp")
@@ -31,11 +32,12 @@ _ALIGNMENT = 1024  # bytes; every file is padded to a multiple of it times the a
 _MAX_PADDING = 64 * _ALIGNMENT
 
 
-def find_swap_files(
+def fill(
     location: Location, shapes: Shapes, ranks: Sequence[OptimizerStates]
-) -> Swapped:
-    """Return every piece of the optimizer's tensors that is in a swap file."""
-    pieces: dict[tuple[int, int, str], FlatPiece] = {}
+) -> tuple[list[OptimizerStates], dict[str, SourceFile]]:
+    """Return the states with the tensors of swap files for the empty ones, and these files."""
+    filled: list[OptimizerStates] = []
+    paths: list[str] = []
     for rank in ranks:
         groups = rank.root.get("fp32_flat_groups") or []
         offloaded = [
@@ -43,11 +45,25 @@ def find_swap_files(
             for index, group in enumerate(groups)
             if isinstance(group, Tensor) and group.numel == 0 and index < len(shapes)
         ]
-        if offloaded:
-            folder = _find_folder(location, rank.rank)
-            for index, kind, piece in _list_pieces(folder, offloaded, shapes, rank, len(ranks)):
-                pieces[rank.rank, index, kind] = piece
-    return pieces
+        found = [*_list_tensors(location, offloaded, shapes, rank, len(ranks))] if offloaded else []
+        filled.append(_replace_tensors(rank, found) if found else rank)
+        paths += [tensor.storage.file for _, _, tensor in found]
+    return filled, {path: SourceFile(path, get_size(path)) for path in sorted(paths)}
+
+
+def _replace_tensors(
+    rank: OptimizerStates, found: Iterable[tuple[int, str, Tensor]]
+) -> OptimizerStates:
+    masters = [*rank.require_list("fp32_flat_groups")]
+    states = {**rank.optimizer.get("state", {})}
+    for index, kind, tensor in found:
+        if kind == MASTER:
+            masters[index] = tensor
+        else:
+            states[index] = {**states[index], kind: tensor}
+    optimizer = {**rank.optimizer, "state": states}
+    root = {**rank.root, "fp32_flat_groups": masters, "optimizer_state_dict": optimizer}
+    return replace(rank, root=root)
 
 
 def _find_folder(location: Location, rank: int) -> Path:
@@ -58,10 +74,11 @@ def _find_folder(location: Location, rank: int) -> Path:
     return folder.path if folder else location.path / "offloaded_tensors" / name
 
 
-def _list_pieces(
-    folder: Path, offloaded: list[int], shapes: Shapes, rank: OptimizerStates, ranks: int
-) -> Iterator[tuple[int, str, FlatPiece]]:
-    """Yield (sub-group, kind, piece) for each swap file of a rank."""
+def _list_tensors(
+    location: Location, offloaded: list[int], shapes: Shapes, rank: OptimizerStates, ranks: int
+) -> Iterator[tuple[int, str, Tensor]]:
+    """Yield (sub-group, kind, tensor) for each swap file of a rank."""
+    folder = _find_folder(location, rank.rank)
     names = [path.name for path in folder.iterdir()] if folder.is_dir() else []
     matches = [match for name in names if (match := _WEIGHTS.fullmatch(name))]
     ids = sorted((int(match[1]), int(match[2])) for match in matches)
@@ -87,7 +104,9 @@ def _list_pieces(
             prefix = "" if kind == MASTER else f"{kind}-"
             path = folder / f"{prefix}{begin}_{end}.tensor.swp"
             _check_size(path, numel)
-            yield index, kind, FlatPiece(str(path), 0, numel, dtypes.FLOAT32)
+            nbytes = numel * dtypes.FLOAT32.itemsize
+            storage = StoredBuffer(str(path), "", dtypes.FLOAT32, nbytes, 0)
+            yield index, kind, Tensor(storage, 0, (numel,), (1,), dtypes.FLOAT32)
 
 
 def _sort_by_size(folder: Path, ids: list[tuple[int, int]]) -> list[tuple[int, int]]:
