@@ -75,7 +75,6 @@ def open_checkpoint(
 
 
 def _iterate_loaded(accelerator: Any) -> Iterator[Loaded]:
-    """Yield what this rank has of the prepared model and of its optimizers."""
     (model,) = accelerator._models  # noqa: SLF001 - no public name
     yield from iterate_model(model)
     for optimizer in accelerator._optimizers:  # noqa: SLF001
@@ -117,7 +116,6 @@ def find_fsdp_version(state: Any) -> FsdpVersion | None:
 
 
 def _describe_program(accelerator: Any) -> LiveTarget:
-    """Return what the program states about its prepared model."""
     models = accelerator._models  # noqa: SLF001 - no public name
     if len(models) != 1:
         raise UsageError(

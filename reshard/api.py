@@ -113,7 +113,6 @@ def _with_keywords(function: Callable[..., _Result], kind: Callable[..., Any]) -
 
 
 def _explain_keyword(function: str, name: str, kind: Any) -> str:
-    """Return the message for a keyword that a function does not have, with the right spelling."""
     from difflib import get_close_matches  # only an error needs it
 
     flag = f"--{name.replace('_', '-')}"

@@ -135,7 +135,6 @@ def load_checkpoint(  # noqa: PLR0913 - the arguments of DeepSpeed's method
 
 
 def _find_batch(engine: Any) -> LiveBatch:
-    """Return the batch of the engine's configuration."""
     micro, steps = engine.train_micro_batch_size_per_gpu(), engine.gradient_accumulation_steps()
     return LiveBatch(Batch(micro, steps, engine.train_batch_size() // (micro * steps)))
 

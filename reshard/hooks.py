@@ -116,7 +116,6 @@ def _is_strict(state: Mapping[str, Any]) -> bool:
 
 
 def _find_rank() -> tuple[int, int]:
-    """Return the rank of this process and the world size."""
     from torch import distributed
 
     if not (distributed.is_available() and distributed.is_initialized()):

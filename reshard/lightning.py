@@ -90,7 +90,6 @@ class _StrategyLoader:
         self._manifest: Manifest | None = None  # of the checkpoint that is being loaded
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> Any:
-        """Return Lightning's checkpoint without tensors, after loading what can be loaded now."""
         strategy, fitting = self._trainer.strategy, self._trainer.state.fn.value == "fit"
         if str(checkpoint_path) != self.path:
             self._manifest = None
@@ -143,7 +142,6 @@ class _StrategyLoader:
         return ValueOptions(**self._options).trust
 
     def _read(self) -> Manifest:
-        """Return the checkpoint under the names of the live model."""
         try:
             options = ValueOptions(**self._options)
         except TypeError as error:
@@ -247,7 +245,6 @@ def _build_checkpoint(trainer: Any, manifest: Manifest) -> dict[str, Any]:
 
 
 def _find_version(trainer: Any) -> str:
-    """Return the version of the trainer's package: lightning or pytorch_lightning."""
     kind = next(kind for kind in type(trainer).__mro__ if "lightning" in kind.__module__)
     return str(sys.modules[kind.__module__.partition(".")[0]].__version__)
 
@@ -284,7 +281,6 @@ def _warn_about_new_loops(trainer: Any, manifest: Manifest, extra: Mapping[str, 
 
 
 def _set_schedulers(trainer: Any, checkpoint: dict[str, Any]) -> None:
-    """Set schedulers without a saved state to the step of the checkpoint."""
     configs, states = trainer.lr_scheduler_configs, checkpoint[_SCHEDULERS]
     if len(states) == len(configs):
         return
@@ -298,7 +294,6 @@ def _set_schedulers(trainer: Any, checkpoint: dict[str, Any]) -> None:
 
 
 def _count_in_schedule(config: Any, checkpoint: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the state of a scheduler that has made the steps of a checkpoint."""
     state: dict[str, Any] = dict(config.scheduler.state_dict())
     if config.interval == "step" and "last_epoch" in state and "_schedulers" not in state:
         steps = checkpoint["global_step"] // config.frequency

@@ -207,7 +207,6 @@ def _read_declarations(kind: type[Any]) -> Iterator[Option]:
 
 
 def _options_of_field(declaring: Field[Any], hint: Any) -> Iterator[Option]:
-    """Yield the option of a field, or those of the dataclass in it."""
     inner = declaring.metadata.get(_NESTED)
     if inner is not None:
         for each in options_of(inner):

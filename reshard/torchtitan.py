@@ -46,7 +46,6 @@ def __getattr__(name: str) -> Any:
 
 @cache
 def _define_manager() -> Any:
-    """Return the class of the checkpoint manager, a subclass of torchtitan's."""
     from dataclasses import dataclass
 
     from torchtitan.components.checkpointer import dcp

@@ -85,7 +85,6 @@ def open_checkpoint(
 
 
 def _iterate_loaded(trainer: Any) -> Iterator[Loaded]:
-    """Yield what this rank has of the Trainer's model and optimizer."""
     model = trainer.model_wrapped
     if trainer.is_deepspeed_enabled:
         yield from iterate_engine(model)

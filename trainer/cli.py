@@ -68,7 +68,6 @@ class _Choice(_StrChoice):
     """A choice whose values are exact; only names of options may have underscores for hyphens."""
 
     def normalize_choice(self, choice: object, ctx: click.Context | None) -> str:
-        """Return the choice as it is written."""
         del ctx
         return str(choice)
 
@@ -91,7 +90,6 @@ class _Command(click.Command):
 
 
 def _make_option(field: dataclasses.Field[Any]) -> click.Option:
-    """Return the flag of a setting."""
     flag = name_flag(field.name)
     shared: dict[str, Any] = {"help": field.metadata["help"], "default": field.default}
     shared["show_default"] = field.default not in (None, "", ())
@@ -263,7 +261,6 @@ def _inherit_settings(choices: Choices) -> None:
 
 
 def _resolve_settings(choices: Choices, world: int | None) -> Settings:
-    """Return the settings for the ranks of the launcher, or of --nproc."""
     nproc = choices.stated("nproc")
     if nproc and world not in (None, nproc.value):
         raise SettingsError(
@@ -275,6 +272,5 @@ def _resolve_settings(choices: Choices, world: int | None) -> Settings:
 
 
 def _print_error(message: str) -> None:
-    """Print an error that all ranks find once."""
     if environment.is_first_rank():
         click.echo(f"error: {message}", err=True)

@@ -238,7 +238,6 @@ class _File:
     ignore_unknown: bool
 
     def origin(self, field: str) -> str:
-        """Return the name of a field for messages."""
         return f"{field} in {self.path.name}"
 
     def read_fields(
@@ -282,7 +281,6 @@ class _File:
     def _flatten(
         self, section: dict[Any, Any], sections: set[str], prefix: str = ""
     ) -> Iterator[tuple[str, Any]]:
-        """Yield path and value of each field."""
         for name, value in section.items():
             path = f"{prefix}{name}"
             if path not in sections:
@@ -307,7 +305,6 @@ class _File:
         )
 
     def wrong(self, path: str, expected: str, found: Any) -> SettingsError:
-        """Return the error for a value of a wrong type or form."""
         shown = json.dumps(found, default=str)
         return SettingsError(
             f"{self.path.name}: {path}: expected {expected}, found {shown}",
@@ -387,7 +384,6 @@ def _choose_precision(file: _File, document: dict[str, Any], found: dict[str, An
 
 
 def _check_schedule(file: _File, document: dict[str, Any], kind: str) -> None:
-    """Assume DeepSpeed's defaults, and refuse parameters of another schedule."""
     params = document["scheduler"].get("params") or {}
     takes = {"warmup_num_steps", "warmup_type"}
     takes |= {"warmup_min_ratio", "cos_min_ratio"} if kind == "WarmupCosineLR" else set()
@@ -516,7 +512,6 @@ def _state_ranks(file: _File, found: dict[str, Any], world: int | None) -> None:
 
 
 def _find_json(file: _File, name: str) -> Path:
-    """Return the path of the DeepSpeed file: beside the YAML file, or in the current directory."""
     paths = (file.path.parent / name, Path(name))
     found = next((path for path in paths if path.is_file()), None)
     if found is None:

@@ -81,7 +81,6 @@ def report(settings: Settings, ranks: Ranks) -> None:
 
 
 def _change_strategy(settings: Settings, strategy: str) -> Settings:
-    """Return the settings with another strategy, without an offload that it does not support."""
     changes: dict[str, Any] = {"strategy": strategy}
     if strategy == "ddp":
         changes["offload_optimizer"] = "none"

@@ -58,7 +58,6 @@ def _leave_process_group() -> None:
 
 
 def _choose_device(setting: str) -> torch.device:
-    """Return the device of this rank, and make it the current one."""
     available = torch.cuda.is_available()
     if setting == "cpu" or (setting == "auto" and not available):
         return torch.device("cpu")

@@ -67,7 +67,6 @@ def _can_be_uneven(settings: Settings, chosen: dict[str, Any], rest: int) -> boo
 
 
 def _make_batch_error(whole: int, micro: int, times: int, settings: Settings) -> SettingsError:
-    """Return the error of a global batch that the ranks cannot divide, with what they can."""
     world = settings.nproc
     ranks = f"{world} rank{'s' if world > 1 else ''}"
     unit = micro * world
@@ -91,7 +90,6 @@ def _make_batch_error(whole: int, micro: int, times: int, settings: Settings) ->
 
 
 def _derive_defaults(settings: Settings) -> dict[str, Any]:
-    """Return the settings whose default depends on others."""
     return {
         "reduction": settings.reduction or get_default_reduction(settings),
         "schedule_steps": settings.schedule_steps or settings.steps,

@@ -85,7 +85,6 @@ def _is_comparable(copy: Entry, manifest: Manifest) -> bool:
 def _find_ties(
     manifest: Manifest, config: Mapping[str, Any] | None, shapes: ModelShapes | None
 ) -> Iterator[tuple[Key, Entry]]:
-    """Yield (key of the kept tensor, other tensor) of every two stored tensors that are tied."""
     best = manifest.select_weights()
     for copy in manifest.tied_copies:
         yield from _pair_tied(best.get(manifest.kept_name(copy.fqn)), copy)
@@ -101,7 +100,6 @@ def _pair_tied(kept: Entry | None, other: Entry | None) -> Iterator[tuple[Key, E
 def _list_declared_ties(
     manifest: Manifest, config: Mapping[str, Any] | None, shapes: ModelShapes | None
 ) -> Iterator[tuple[str, str]]:
-    """Yield the (head, embedding) names that are tied by a config, the model or the optimizer."""
     best = manifest.select_weights()
     pairs = dict(shapes.tied) if shapes else {}
     declared = config.get("tie_word_embeddings") if config else None
@@ -236,7 +234,6 @@ def _describe_mismatch(each: Mismatch, what: str) -> str:
 
 
 def _describe_location(entry: Entry, flat: int) -> str:
-    """Return the file, and the rank if its name has one, that store an element."""
     path = as_path(list_files(find_chunk(entry, index_of(flat, entry.shape)).file)[0])
     rank = find_rank(path.name)
     if rank is None:
@@ -361,7 +358,6 @@ def check_zeros(manifest: Manifest, scan: ScanResult, ignored: Ignored) -> Check
 def _select_floats(
     manifest: Manifest, scan: ScanResult, ignored: Ignored
 ) -> list[tuple[Entry, ElementFacts]]:
-    """Return the scanned tensors of floats that are not ignored, with their facts."""
     return [
         (entry, scan.facts[key])
         for key, entry in manifest.entries.items()

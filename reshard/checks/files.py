@@ -138,7 +138,6 @@ def hash_files(
 
 
 def _name_files(paths: Sequence[str]) -> dict[str, str]:
-    """Return the path of each file below the directory that has all of them."""
     parents = [PurePosixPath(path).parent.parts for path in paths]
     common = 0
     for parts in zip(*parents, strict=False):
@@ -181,7 +180,6 @@ def find_other_blocks(
 def _read_block(
     pool: SourceFiles, path: str, number: int, nbytes: int, block_bytes: int
 ) -> memoryview:
-    """Read one block into the buffer of this thread."""
     start = number * block_bytes
     if len(getattr(_local, "buffer", b"")) < block_bytes:
         _local.buffer = bytearray(block_bytes)

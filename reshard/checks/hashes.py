@@ -155,7 +155,6 @@ def build_contents(
 
 
 def _hash_nothing(dtype: DType) -> dict[Digest, str]:
-    """Return the digests of a tensor without elements."""
     return {Digest(name, dtype): start(name).hexdigest() for name in list_algorithms()}
 
 
@@ -320,7 +319,6 @@ def check_against(
 
 
 def _match(manifest: Manifest, listed: Contents) -> Iterator[tuple[str, Content, Entry]]:
-    """Yield the tensors that both sides have, a tied weight under any of its names."""
     stored = pairs.collect_tensors(manifest)
     for (kind, fqn), content in listed.tensors.items():
         aliases = [fqn]

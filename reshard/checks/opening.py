@@ -52,7 +52,6 @@ def _report_failure(name: str, error: ReshardError) -> Check:
 
 
 def _choose_check(error: ReshardError) -> str:
-    """Return the name of the check that fails with an error of a reader."""
     if isinstance(error, UnsafeError):
         return names.SAFE
     if isinstance(error, StaleError):

@@ -83,7 +83,6 @@ def collect_tensors(manifest: Manifest) -> dict[PairKey, Entry]:
 
 
 def _collect_with_copies(manifest: Manifest) -> dict[PairKey, Entry]:
-    """Collect the same tensors, and the module's copies of weights that have master weights."""
     masters = {entry.fqn for entry in manifest.of_kind(MASTER)}
     copies = (e for e in manifest.of_kind(PARAM, BUFFER) if e.fqn in masters)
     return {**collect_tensors(manifest), **{(COPY, entry.fqn): entry for entry in copies}}

@@ -198,14 +198,12 @@ def _find_unread_siblings(manifest: Manifest, beside: Iterable[Path]) -> Iterato
 
 
 def _find_extra_random_states(manifest: Manifest) -> Iterator[str]:
-    """Yield a line if there are more files of random states than ranks."""
     world, files = manifest.origin.world, manifest.train.rng_files
     if len(files) > max(world, 1):
         yield f"{files[-1]} belongs to a run with {len(files)} ranks; this run had {world}"
 
 
 def _find_newer_checkpoint(manifest: Manifest, sources: Sequence[Path]) -> Iterator[str]:
-    """Yield a line that names the newest checkpoint of the run, if an older one was read."""
     if len(sources) != 1 or not sources[0].is_dir():
         return
     numbers = run.list_numbered(Location([sources[0]]))
@@ -221,7 +219,6 @@ def _is_inside(path: Path, directory: Path) -> bool:
 
 
 def _find_distant_times(manifest: Manifest) -> Iterator[str]:
-    """Yield a line for each file that was written long before or after the others."""
     times = {path: as_path(path).stat().st_mtime for path in manifest.files}
     if len(times) < 3:
         return  # with two files, the times do not show which of them is the stale one
@@ -261,7 +258,6 @@ def check_steps(manifest: Manifest) -> Check:
 
 
 def _collect_states(manifest: Manifest) -> dict[str, dict[str, Entry]]:
-    """Return the slots of each parameter with optimizer state, by kind."""
     states: dict[str, dict[str, Entry]] = defaultdict(dict)
     for entry in manifest.entries.values():
         if entry.kind not in WEIGHT_KINDS:
@@ -397,7 +393,6 @@ def _compare_names(
 
 
 def _check_config(manifest: Manifest) -> Check:
-    """Check the sizes that the config beside the checkpoint states, and the number of layers."""
     none = not_applicable(names.MODEL, "--model is not given")
     try:
         file = find_config(manifest)

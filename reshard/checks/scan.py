@@ -185,7 +185,6 @@ class _ScanReader:
         return list_ranges(copies, self._block_bytes)
 
     def fill(self, window: Window, buffer: bytearray, held: Held) -> None:
-        """Read a window, and compute checksums if its files store any."""
         reads = Spans() if any(c.file in self._summed for c in window.copies) else None
         fill(
             self._pool,
@@ -231,7 +230,6 @@ class _ScanWorker:
         self._held: Held = NOTHING
 
     def __call__(self, used: tuple[_Item, Held]) -> None:
-        """Read all blocks of an item."""
         item, self._held = used
         with self._held:
             self._read(item)
@@ -327,7 +325,6 @@ def cast_into(buffer: bytearray, block: bytearray, dtype: DType, target: DType) 
 
 
 def _join_blocks(mismatches: Iterable[Mismatch]) -> list[Mismatch]:
-    """Join the differences of each counterpart's blocks, in the order of their positions."""
     joined: dict[int, Mismatch] = {}
     for each in sorted(mismatches, key=lambda unequal: unequal.difference.first):
         if id(each.counterpart) in joined:

@@ -256,7 +256,6 @@ def _measure_distance(pairs: Mapping[int, tuple[Number, Number]]) -> Distance:
 
 
 def _read_lines(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield the location of each line, for errors, and its parsed JSON object."""
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
     except UnicodeDecodeError as error:
@@ -285,7 +284,6 @@ def _parse_point(where: str, line: Mapping[str, Any]) -> Point:
 
 
 def _parse_number(where: str, line: Mapping[str, Any], name: str) -> Number:
-    """Parse a number of a line, from its hex if it has one."""
     value, text = line[name], line.get(f"{name}_hex")
     if text is not None:
         try:

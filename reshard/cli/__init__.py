@@ -52,7 +52,6 @@ def main() -> NoReturn:
 
 
 def _explain(error: BaseException) -> int:  # noqa: PLR0911 - one return per exit code
-    """Print the message of an error and return its exit code."""
     if isinstance(error, click.exceptions.Exit):
         return error.exit_code
     if isinstance(error, click.ClickException):
@@ -96,7 +95,6 @@ def _explain_os_error(error: OSError) -> int:
 
 
 def _is_working_directory_deleted() -> bool:
-    """Return whether the working directory was deleted."""
     try:
         Path.cwd()
     except FileNotFoundError:

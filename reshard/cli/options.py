@@ -58,7 +58,6 @@ class _SpelledChoice(_Choice):
     """
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
-        """Return the choice that the value spells."""
         wanted = str(value).replace("_", "-")
         spelled = (each for each in self.choices if each.replace("_", "-") == wanted)
         return super().convert(next(spelled, value), param, ctx)
@@ -76,7 +75,6 @@ class _OpenChoice(_SpelledChoice):
         self._option = option
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
-        """Return the value if the option allows it."""
         if value not in self.choices:
             self.choices = self._option.all_choices
         try:
@@ -112,7 +110,6 @@ class _ClickOption(click.Option):
         self._field, self.writers = field, writers
 
     def is_used_by(self, target: str) -> bool:
-        """Return whether a target uses the option, which not all of them do."""
         from reshard.formats.registry import list_writers_using
 
         return bool(self.writers) and target in list_writers_using(self._field)
@@ -279,7 +276,6 @@ def _find_section(param: click.Option, target: str | None) -> str:
 
 
 def _find_target(arguments: Sequence[str]) -> str | None:
-    """Return the value of ``--to`` in a command line."""
     for at, argument in enumerate(arguments):
         flag, is_joined, value = argument.partition("=")
         if flag == "--to":
@@ -351,7 +347,6 @@ def _make_option(
 
 
 def _choose_type(option: Option) -> Any:
-    """Return the type of an option's value, as click knows it."""
     declared = option.declared
     if declared.parse is not None:
         return _Parsed(declared.parse)

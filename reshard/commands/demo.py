@@ -83,7 +83,6 @@ def demo(keep: Path | None, print_line: Print) -> bool:
 
 
 def _train(arguments: list[str], folder: Path, print_line: Print) -> None:
-    """Run the trainer and print its output."""
     print_line(f"$ python {shlex.join(arguments)}")
     ended = programs.run([sys.executable, *arguments], folder, _LIMIT_S)
     if ended.failed:

@@ -228,7 +228,6 @@ def compare(
 
 
 def _pair_own_tensors(a: Manifest, b: Manifest) -> Iterator[TensorPair]:
-    """Yield the tensors in the script's own values that both sides have, paired by name."""
     left, right = (collect_own_tensors(each.train) for each in (a, b))
     for name in left.keys() & right.keys():
         yield TensorPair(TENSOR, name, left[name], right[name])
@@ -272,15 +271,12 @@ class _Selection:
 
     @property
     def has_train_state(self) -> bool:
-        """Whether the train state (values other than tensors) is compared."""
         return not self._kinds or TRAIN in self._kinds
 
     def is_selected(self, name: str) -> bool:
-        """Return whether a name is not ignored."""
         return not any(pattern.search(name) for pattern in self._ignored)
 
     def select(self, paired: Paired) -> Paired:
-        """Return only the selected tensors."""
         return Paired(
             [each for each in paired.pairs if self._is_key_selected((each.kind, each.fqn))],
             [key for key in paired.only_a if self._is_key_selected(key)],
@@ -302,7 +298,6 @@ def _compare(
     options: DiffOptions,
     meter: Meter | None,
 ) -> None:
-    """Compare the values of all pairs, and add the results to the report."""
     workers, window_bytes = options.budget()
     compared = [
         (number, (each.a, each.b, common))

@@ -113,7 +113,6 @@ def _find_existing(destination: Path) -> Path | None:
 
 
 def _probe_source(files: Sequence[SourceFile], workers: int) -> float | None:
-    """Return the rate at which blocks from all parts of the files are read."""
     ranges = list(_choose_blocks(files))
     if not ranges:
         return None

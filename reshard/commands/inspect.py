@@ -314,7 +314,6 @@ def _join_texts(texts: Iterable[str]) -> str:
 
 
 def _format_numbers(fqns: list[str]) -> str:
-    """Return the numbers in names as ``{0-31}`` if they are consecutive, else as a list."""
     numbers = sorted(int(match[0]) for fqn in fqns if (match := _NUMBER.search(fqn)))
     if len(set(numbers)) == len(numbers) == numbers[-1] - numbers[0] + 1:
         return f"{{{numbers[0]}-{numbers[-1]}}}"

@@ -68,7 +68,6 @@ class Report:
         return f"<{type(self).__name__}: {make_printable(next(iter(self.lines()), ''))}>"
 
     def _repr_html_(self) -> str:
-        """Return the report as a table, for notebooks."""
         return f"<table>{''.join(map(_format_html_row, self.lines()))}</table>"
 
 

@@ -89,7 +89,6 @@ def check_directory(directory: Path) -> None:
 
 
 def _import_fuse() -> Any:
-    """Import mfusepy, which loads libfuse."""
     try:
         import mfusepy
     except (OSError, AttributeError) as error:  # missing; of another version

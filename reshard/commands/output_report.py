@@ -83,7 +83,6 @@ class OutputReport(Report):
         return f"{verb} {self.destination}: {units.show_bytes(nbytes)} in {count}"
 
     def _describe_check(self) -> str:
-        """Return whether the output was read back."""
         if self.verified:
             return "every byte read back"
         return "not read back" + (" (--no-verify)" if "verify" in self.options else "")

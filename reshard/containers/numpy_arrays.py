@@ -123,7 +123,6 @@ class _ArrayConverter:
         return rebuild_sequence(value, items)
 
     def _with_numbers(self, items: dict[Any, Any]) -> dict[Any, Any]:
-        """Replace scalars with numbers if no tensor beside them could own a scalar."""
         beside_tensor = any(isinstance(v, Tensor) and not _is_scalar(v) for v in items.values())
         if beside_tensor or not any(map(_is_scalar, items.values())):
             return items

@@ -140,7 +140,6 @@ class PickleCache:
         return content
 
     def _keep(self, data: bytes, holes: list[Span], content: PickleContent) -> None:
-        """Keep a pickle, if the tensors of its content can be replaced."""
         value, stored, finder = content.value, content.storages, _TensorFinder()
         # A pickle of placeholders can have many of them.
         if any(each.nbytes for each in stored) or _is_simple(value):
@@ -197,7 +196,6 @@ def _read(number: bytes) -> int:
 
 
 def _renew(kept: _Kept, path: str, stamp: Stamp | None, place: Mapping[str, Any]) -> PickleContent:
-    """Return the content of a known pickle with the storages, stamp and place of another file."""
     content = kept.content
     own = {
         id(each): StoredBuffer(
@@ -215,7 +213,6 @@ def _renew(kept: _Kept, path: str, stamp: Stamp | None, place: Mapping[str, Any]
 
 
 def _is_simple(value: Any) -> bool:
-    """Return whether a value is a tensor, or a dict of tensors and plain values."""
     values = value.values() if isinstance(value, dict) else (value,)
     return all(isinstance(each, (Tensor, str, int, float, type(None))) for each in values)
 

@@ -39,7 +39,6 @@ def join(parts: Iterable[Skeleton]) -> Skeleton:
 
 
 def _merge_entries(entries: Sequence[Entry]) -> Entry:
-    """Merge entries of one key into one that has the chunks of all."""
     if len(entries) == 1:
         return entries[0]
     return replace(entries[0], chunks=tuple(chunk for entry in entries for chunk in entry.chunks))
@@ -61,7 +60,6 @@ def move_out(part: Skeleton, directory: str) -> Skeleton:
 
 
 def _rename_files(part: Skeleton, rename: Callable[[str], str]) -> Skeleton:
-    """Return the skeleton with other names of its files, wherever they occur."""
 
     def rename_chunks(entry: Entry) -> tuple[Chunk, ...]:
         return tuple(replace(chunk, file=rename(chunk.file)) for chunk in entry.chunks)

@@ -200,7 +200,6 @@ def is_zero(files: SourceFiles, chunk: Chunk) -> bool:
 
 
 def _unpack(files: SourceFiles, chunk: Chunk, start: int) -> float | int:
-    """Read the number at a byte of a chunk's file."""
     raw = files.read(chunk.file, start, chunk.dtype.itemsize)
     value: float | int = struct.unpack(_NUMBERS[chunk.dtype.name], raw)[0]
     return value
@@ -248,7 +247,6 @@ def _is_size(number: Any) -> bool:
 def _build_tensor(
     storage: Any, offset: Any, shape: Any, strides: Any, dtype: DType | None = None
 ) -> Tensor:
-    """Build a tensor and check that its every element is inside its storage."""
     if not isinstance(storage, StoredBuffer):
         raise TypeError("a tensor without a storage")
     shape, strides = tuple(shape), tuple(strides)

@@ -146,7 +146,6 @@ def _place_storage(
     *,
     checked: bool,
 ) -> None:
-    """Set a storage's position, and record its CRC."""
     key = storage.key
     if member is None or member.nbytes != storage.nbytes:
         raise CorruptError(

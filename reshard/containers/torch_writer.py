@@ -354,7 +354,6 @@ class _Literals:
             yield literal
 
     def _list_names(self) -> Iterable[tuple[int, bytes]]:
-        """Return the changes of the root in the members' names."""
         return zip(self.layout.names, repeat(self.root)) if self.root != self.layout.root else ()
 
 
@@ -373,7 +372,6 @@ def get_archive_root(name: str) -> str:
 
 
 def _format_digits(digest: bytes) -> bytes:
-    """Format two 64-bit numbers with 20 digits each."""
     numbers = (int.from_bytes(digest[at : at + 8], "little") for at in (0, 8))
     return b"".join(b"%020d" % number for number in numbers)
 
@@ -390,11 +388,9 @@ class _TensorPickler(Pickler):
 
     @property
     def storages(self) -> Sequence[tuple[Storage, str]]:
-        """The storages in file order, with their names."""
         return tuple(self._keys.items())
 
     def write_leaf(self, value: Any) -> None:
-        """Write a tensor: a `Slot`, a value that has one, or an `Entry`, which is stored whole."""
         slot = value if isinstance(value, Slot) else self._slot_of(value)
         if slot is None and isinstance(value, Entry):
             slot = build_whole_tensor(value, value.dtype)

@@ -155,7 +155,6 @@ def _locate(archive: Section) -> tuple[int, int, int]:
 def _iterate_entries(
     path: str, data: bytes, count: int
 ) -> Iterator[tuple[int, str, int, int, int]]:
-    """Yield (local header offset, name, size, crc, offset of this entry) for each member."""
     at, length = 0, len(data)
     for _ in range(count):
         first, at = at, at + ENTRY.size

@@ -220,7 +220,6 @@ def refuse_broken_link(link: Path, advice: str = "") -> NoReturn:
 
 
 def _suggest_path(missing: Path) -> str:
-    """Return advice about a path that does not exist, from the names beside it."""
     if is_remote(str(missing)):
         return ""
     if advice := explain_tilde(missing):

@@ -194,5 +194,4 @@ def _once(parts: Iterable[tuple[Any, Any]]) -> Iterator[tuple[Any, Any]]:
 
 
 def _first(parts: Iterable[tuple[str, Fault | None]]) -> Fault | None:
-    """Return the first fault of a value's parts, with the position of that part."""
     return next(((at + fault[0], fault[1]) for at, fault in parts if fault), None)

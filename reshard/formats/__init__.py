@@ -153,7 +153,6 @@ def _fix_versions(manifest: Manifest) -> Manifest:
 
 @contextmanager
 def _naming_others(location: Location) -> Iterator[None]:
-    """Add the other checkpoints of a run to the advice of an error about the one that is read."""
     try:
         yield
     except (IncompleteError, CorruptError) as error:
@@ -189,7 +188,6 @@ def _read_as(location: Location, force: str | None, hints: ReadHints) -> Manifes
 
 
 def _read_at(location: Location, name: str, hints: ReadHints) -> Manifest:
-    """Read the checkpoint directly at a location, with notes on the files that are not read."""
     ignored = [
         hint for hint in registry.get_format(name).ignored_hints if getattr(hints, hint) is not None
     ]
@@ -218,7 +216,6 @@ def _read_at(location: Location, name: str, hints: ReadHints) -> Manifest:
 
 
 def _read_run(location: Location, hints: ReadHints) -> Manifest:
-    """Read a checkpoint of a run directory."""
     if location.chosen and location.path.stat().st_size == 0:
         raise IncompleteError(location, "is empty", "fetch it again")
     checkpoint = (

@@ -81,7 +81,6 @@ def describe_defects(form: LoadedForm) -> list[str]:
 
 
 def _may_load(row: Defect, form: LoadedForm) -> bool:
-    """Return whether a version with the defect may load the checkpoint."""
     if row.fsdp and form.fsdp and row.fsdp != form.fsdp:
         return False
     if not row.fixed:
@@ -104,7 +103,6 @@ def _list_folders(names: Iterable[str]) -> set[str]:
 
 
 def _is_dcp_of_fsdp(form: LoadedForm) -> bool:
-    """Return whether Accelerate's functions would load an optimizer from a DCP folder."""
     by_accelerate = form.format in _BY_ACCELERATE and form.has_optimizer
     return by_accelerate and "optimizer_0" in _list_folders(form.names)
 

@@ -96,7 +96,6 @@ def find_checkpoint(
 
 
 def _advise_others(location: Location, broken: str) -> str:
-    """Return advice to choose another checkpoint of a run than the broken one."""
     others = [name for name in list_tags(location) or location.folders if name != broken]
     if not others:
         return f"copy it here again: {location} has no other checkpoint"
@@ -124,7 +123,6 @@ def list_others(path: str) -> list[str]:
 
 
 def _find_tagged(location: Location, tag: str) -> Location | None:
-    """Return the directory or the complete file of that name, or of that number."""
     if tag in location.folders:
         return location.folders[tag]
     number = int(tag) if tag.isdecimal() and len(tag) < _LONGEST else None
@@ -133,7 +131,6 @@ def _find_tagged(location: Location, tag: str) -> Location | None:
 
 
 def _find_tagged_file(location: Location, tag: str, number: int | None) -> Location | None:
-    """Return the only complete file of a name or number, or a file of one of its ranks."""
     named: dict[str, str] = {}
     for name, path in sorted(location.files.items()):
         stem = _OF_RANK.sub("", path.stem.removesuffix(".pth"))  # of last.pth.tar
@@ -153,7 +150,6 @@ def list_numbered(location: Location) -> dict[int, Location]:
 
 
 def _list_numbered_files(location: Location) -> dict[int, Location]:
-    """Return the files of a run of Lightning, each of which is the checkpoint of a step."""
     found: dict[int, Location] = {}
     if location.chosen:
         return found

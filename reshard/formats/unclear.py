@@ -99,7 +99,6 @@ def _refuse_torchtune_shards(location: Location, names: Iterable[str]) -> None:
 
 
 def _refuse_rank_files(location: Location, names: Iterable[str]) -> None:
-    """Refuse one rank's file of a model-parallel checkpoint."""
     name = next(filter(_MODEL_PARALLEL.search, names), None)
     if name is None or sum(1 for n in location.files if _MODEL_PARALLEL.search(n)) < 2:
         return
@@ -141,7 +140,6 @@ def refuse_parts_of_megatron(manifest: Manifest) -> None:
 
 
 def _walk(values: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    """Yield the items of a mapping, and of the mappings in it."""
     for name, value in values.items():
         yield name, value
         if isinstance(value, Mapping):
@@ -174,7 +172,6 @@ def _find_parts_beside(location: Location) -> list[str]:
 
 
 def _has_only_loose_files(location: Location) -> bool:
-    """Return whether files are loose, of which one may be the state of the trainer."""
     parts = list(filter(is_part, location.files))
     are_trainers = bool(parts) and all(map(_TRAINER_STATE.fullmatch, parts))
     return registry.is_loose(location) or (

@@ -105,7 +105,6 @@ def _list_told(warnings: Iterable[str]) -> set[str]:
 
 
 def _list_levels(location: Location, manifest: Manifest) -> Iterator[tuple[Location, str]]:
-    """Yield the directory of the checkpoint, and that above, each with its folder that was read."""
     origin = get_directory(manifest.origin.path)
     level = location if origin in location.directories else Location([origin], inner=True)
     yield level, ""

@@ -58,7 +58,6 @@ def dequantise(manifest: Manifest) -> tuple[Manifest, list[str]]:
 
 
 def _refuse_unstated(manifest: Manifest) -> None:
-    """Refuse weights that are quantised if no file states how."""
     from reshard.quantised.pairs import find_evidence
 
     entry = find_evidence(manifest)

@@ -105,14 +105,12 @@ def build_history_page(document: Document) -> Page:
 
 
 def _judge_checks(document: Document) -> tuple[str, bool]:
-    """Return the verdict of a list of checks, and whether none has failed."""
     failed = [check["name"] for check in document["checks"] if check["status"] == "failed"]
     passed = f"passed the {document['mode']} checks"
     return f"failed: {', '.join(failed)}" if failed else passed, not failed
 
 
 def _draw_layers(document: Document) -> Iterator[Curves]:
-    """Yield the chart of the changes of each layer group."""
     numbers: dict[str, list[int]] = {}
     for tag in document["checkpoints"]:
         numbers.setdefault(tag["model"], []).append(tag["number"])

@@ -109,7 +109,6 @@ def build_command_panel(document: Document) -> Facts:
 
 
 def _build_averaged_table(sources: Sequence[Document]) -> Iterator[PageTable]:
-    """Yield the table of the checkpoints of an average, in the order of the sum."""
     if sources:
         yield PageTable(
             "Averaged",
@@ -175,7 +174,6 @@ def build_checkpoint_panel(title: str, document: Document) -> Facts:
 
 
 def _build_tensor_table(title: str, entries: Iterable[Entry]) -> PageTable:
-    """Build the table of all tensors, one row each."""
     rows = list(entries)
     return PageTable(
         title,

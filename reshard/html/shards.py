@@ -308,7 +308,6 @@ class _RowLayouts:
     _open: dict[object, int] = field(default_factory=dict)  # key -> the last layout that has it
 
     def add(self, pieces: Sequence[MapPiece]) -> tuple[int, int]:
-        """Add the next row and return (layout, its number among the rows of that layout)."""
         key = tuple((p.offset, p.nbytes, p.tensor, p.shape, p.more) for p in pieces)
         starts = [piece.start for piece in pieces]
         number = self._open.get(key)

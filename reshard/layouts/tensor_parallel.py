@@ -160,7 +160,6 @@ def find_cuts(
 
 
 def _find_style(plan: TensorPlan, fqn: str) -> tuple[str, Style] | None:
-    """Return (pattern, style) for a parameter: a pattern of its name, else of its module's."""
     if plan.by_name:
         return (fqn, plan.styles[fqn]) if fqn in plan.styles else None
     module, _, _ = fqn.rpartition(".")

@@ -322,7 +322,6 @@ def choose_saved(
 def _build_base_filter(
     parts: Iterable[AdapterPart], config: Mapping[str, Any]
 ) -> Callable[[str], bool]:
-    """Return a test of whether a tensor of the base model is saved: a bias, an embedding."""
     layers = {each.layer for each in parts if each.role in TRAINED}
     targets, bias = config.get("target_modules"), config.get("bias") or "none"
     embeds = isinstance(targets, str) or not set(EMBEDDINGS).isdisjoint(targets or ())

@@ -176,7 +176,6 @@ def list_classes(model_type: str) -> list[str]:
 
 
 def _find_beside(module: str, name: str) -> Any:
-    """Return a member of the modeling module of a configuration module of transformers, or None."""
     package, _, leaf = module.rpartition(".configuration_")
     if not package.startswith("transformers.models."):
         return None

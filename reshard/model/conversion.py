@@ -86,7 +86,6 @@ class FormConversion:
         return replace_tensors(manifest, entries, copies, lambda fqn: self.names.get(fqn, (fqn,)))
 
     def _convert(self, manifest: Manifest, entries: Iterable[Entry]) -> Iterator[Entry]:
-        """Yield the new entries, by kind and in the order of the form after."""
         kinds: dict[str, dict[str, Entry]] = {}
         for entry in entries:
             kinds.setdefault(entry.kind, {})[entry.fqn] = entry
@@ -175,7 +174,6 @@ def _store_alone(fqn: str, shape: Index) -> Chunk:
 
 
 def _build_zeros(zeros: Zeros, file: str, dtype: DType) -> Iterator[Chunk]:
-    """Return the chunks of zeros beside values of a file."""
     computation = ZeroBytes(list_files(file), prod(zeros.shape) * dtype.itemsize)
     name = Derived(file, f"{computation.nbytes} zero bytes", computation)
     return apply_views([contiguous(name, 0, dtype, whole(zeros.shape))], zeros.views)
@@ -226,5 +224,4 @@ class _RowFinder:
         self._reaches = list(accumulate(stops, max))
 
     def find(self, start: int, stop: int) -> list[Chunk]:
-        """Return the chunks that can overlap rows `start` to `stop`."""
         return self._chunks[bisect_right(self._reaches, start) : bisect_left(self._starts, stop)]

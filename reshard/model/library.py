@@ -103,7 +103,6 @@ def _list_paths(words: Sequence[str]) -> Iterator[str]:
 
 @cache
 def _list_layers(model_type: str) -> list[set[str]]:
-    """Return the paths of the parts with weights of each kind of layer that a model type has."""
     text = _read_modeling(model_type) or ""
     pieces = _CLASS.split(text)[1:]  # the name and the body of each class in turn
     classes = dict(zip(pieces[::2], pieces[1::2], strict=True))
@@ -112,7 +111,6 @@ def _list_layers(model_type: str) -> list[set[str]]:
 
 
 def _list_parts(classes: Mapping[str, str], kind: str) -> set[str]:
-    """Return the paths of the parts with weights that every object of a class has."""
     others = {name: body for name, body in classes.items() if name != kind}
     assigned = _PART.findall(classes.get(kind, ""))
     times = Counter(part for _, part, _ in assigned)
@@ -172,7 +170,6 @@ def _read_mapping_keys() -> frozenset[str]:
 
 
 def _list_model_types(config: Mapping[str, Any]) -> Iterator[str]:
-    """Yield the model types of a config and of the configs in it."""
     found = config.get("model_type")
     if isinstance(found, str):
         yield found

@@ -92,7 +92,6 @@ class Published(NamedTuple):
         return self._list_matches(self.ignored, fqns)
 
     def _list_matches(self, pattern: re.Pattern[str] | None, fqns: Iterable[str]) -> list[str]:
-        """Return the names that match a pattern and are not those of the model's own tensors."""
         if pattern is None:
             return []
         known = self.conversion.after.keys() | self.spellings.keys()
@@ -321,5 +320,4 @@ def _find_spellings(
 
 
 def _may_rename(transform: Any, names: Iterable[str]) -> bool:
-    """Return whether the plain text that a renaming writes is in a name."""
     return any(text in name for text in transform.target_patterns for name in names)

@@ -148,7 +148,6 @@ def describe_module(
 def _find_units(
     root: nn.Module, policy: Policy | None, *, mixed_precision: bool
 ) -> tuple[tuple[Unit, ...], _Owners, _Firsts]:
-    """Return the units of FSDP 1, the unit that owns each module, and the names in the units."""
     wrapped = find_wrapped(root, policy or Policy(), mixed_precision=mixed_precision)
     owners = _find_owners(root, wrapped)
     prefixes = {module: fqn for fqn, module in root.named_modules()}
@@ -220,7 +219,6 @@ def _collect_tensor_plans(root: nn.Module) -> dict[str, str]:
 
 
 def _collect_parameters_of(module_class: type[nn.Module], root: nn.Module) -> frozenset[str]:
-    """Return every name of the parameters of the modules of a class."""
     return frozenset(
         _join(path, name)
         for path, module in root.named_modules(remove_duplicate=False)

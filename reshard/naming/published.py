@@ -184,7 +184,6 @@ def _may_differ(manifest: Manifest, config: Mapping[str, Any]) -> bool:
 
 
 def _convert(manifest: Manifest, published: Published, names: Names | None) -> ChosenForm:
-    """Return the state in the published form, or in the form in memory."""
     conversion = published.conversion
     form = published.recognize_form(manifest)
     if names == "module":
@@ -211,7 +210,6 @@ def _convert(manifest: Manifest, published: Published, names: Names | None) -> C
 
 
 def _leave_out_unsaved(manifest: Manifest, published: Published) -> tuple[Manifest, list[str]]:
-    """Return the state without the values that transformers saves in no file."""
     unsaved = [entry for entry in manifest.entries.values() if entry.fqn in published.unsaved]
     if not unsaved:
         return manifest, []

@@ -222,7 +222,6 @@ def _check_config(given: Mapping[str, Any], family: Family, traits: Traits) -> l
 
 
 def _choose_family(own: ModelNames, traits: Traits, options: NameOptions) -> tuple[Family, Traits]:
-    """Return the format's own family, else that of the user, of the config, or of the traits."""
     if own.family:
         if traits.unsupported and options.config is None:
             raise UnsupportedError(

@@ -141,7 +141,6 @@ def _refuse_others(stated: Quantisation, entries: Mapping[str, Entry]) -> None:
 def _find_missing(
     codes: Entry, scales: Entry, others: Mapping[str, Entry], *, is_asymmetric: bool
 ) -> tuple[str, ...]:
-    """Return the ends of the names of which a weight needs one and has none."""
     needed: tuple[str, ...] = ()
     if codes.dtype == UINT8 and scales.dtype == E4M3:
         needed = _DIVISOR, _FACTOR
@@ -151,7 +150,6 @@ def _find_missing(
 
 
 def _list_schemes(stated: Quantisation) -> list[Mapping[str, Any]]:
-    """Return how groups of modules have their weights quantised, as the config states it."""
     groups = stated.settings.get("config_groups")
     schemes = groups.values() if isinstance(groups, dict) else ()
     weights = (scheme.get("weights") for scheme in schemes if isinstance(scheme, dict))

@@ -86,7 +86,6 @@ def compare_columns(values: Array, codes: Array, scales: Array, weight: Scaled) 
 
 
 def _find_same(compared: Array, weight: Scaled) -> Array:
-    """Return which blocks are the same, from the lines of bits of `loops.compare`."""
     bits = _reduce_columns(np.bitwise_and, compared, weight.value_block[1])
     # The values of a weight in bfloat16 are exact, so none is rounded.
     accepted = 3 if weight.dtype == FLOAT32 else 1
@@ -145,7 +144,6 @@ def encode(values: Array, stored_scales: Array, weight: Scaled, out: Array) -> N
 
 
 def _spread(scales: Array, weight: Scaled, columns: int) -> Array:
-    """Return the scale of each column of each row of blocks."""
     return loops.spread(scales, weight.value_block[1], columns)
 
 

@@ -241,7 +241,6 @@ def widen(values: Array) -> Array:
 
 
 def _repeat(lines: Array, high: int, rows: int) -> Array:
-    """Return a line for each row, or one line if it is that of all."""
     return lines if high == 1 or len(lines) == 1 else np.repeat(lines, high, axis=0)[:rows]
 
 

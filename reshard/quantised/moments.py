@@ -99,7 +99,6 @@ class Moment(NamedTuple):
                 block *= np.repeat(scales, size)[begin - at * size :][: len(block)]
 
     def _read_table(self, pool: Reader) -> Array:
-        """Return the value of each code."""
         if self.table is None:
             from reshard.quantised.decode import decode_table
 
@@ -107,7 +106,6 @@ class Moment(NamedTuple):
         return _read(pool, self.table, 0, 1 << self.bits, "<f4")
 
     def _read_codes(self, pool: Reader, start: int, stop: int) -> Array:
-        """Return the codes of some elements, each in a byte."""
         import numpy as np
 
         if self.bits == UINT8.itemsize * 8:
@@ -164,7 +162,6 @@ def describe(tensor: Any) -> Chunk | None:
 
 
 def _name_values(values: Moment, box: Box) -> Chunk:
-    """Return the chunk of the values of some codes."""
     codes = values.codes
     name = Derived(codes.file, f"values of the codes at byte {codes.byte_offset}", values)
     return contiguous(name, 0, FLOAT32, box)
@@ -236,7 +233,6 @@ def _list_coded(state: Mapping[str, Any]) -> Iterator[list[str]]:
 
 
 def _is_whole(entry: Entry) -> bool:
-    """Return whether a file holds the whole tensor in one place."""
     return bool(entry.chunks) and entry.chunks[0].box == whole(entry.shape)
 
 

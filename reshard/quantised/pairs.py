@@ -95,7 +95,6 @@ def _find_fp8(
 
 
 def _is_left(entry: Entry) -> bool:
-    """Return whether an entry that is not in a pair should be in one."""
     return entry.dtype.family == "float8" or entry.fqn.endswith(("_scale_inv", "weight_scale"))
 
 

@@ -96,7 +96,6 @@ class WholeMaster:
             np.add(block, self._read_remainders(pool, remainders, run).view("<u4"), out=block)
 
     def _read_remainders(self, pool: Reader, planner: CopyPlanner, run: tuple[int, int]) -> Array:
-        """Return remainders as int32."""
         import numpy as np
 
         dtype = self.remainder.dtype

@@ -69,7 +69,6 @@ def count_worker_nbytes(pair: QuantisedPair) -> int:
 
 
 def _count_tile_rows(pair: QuantisedPair) -> int:
-    """Return the number of stored rows in a tile."""
     weight = pair.weight
     high, values = weight.block[0], _TRANSPOSED_TILE if weight.transposed else _TILE
     return min(max(values // weight.columns // high, 1) * high, weight.rows)
@@ -332,7 +331,6 @@ class Matrix:
         return is_same
 
     def _compare_first_rows(self, reader: TileReader, values: Array, first: int) -> Array:
-        """Return for each block whether its first row has the release's values."""
         import numpy as np
 
         weight, chunk = self.pair.weight, self.pair.codes.chunks[0]
@@ -346,7 +344,6 @@ class Matrix:
         return self._compare_codes(reader, sample, codes, rows, 1)
 
     def _compare_first_columns(self, reader: TileReader, values: Array, box: Box) -> Array:
-        """Return for each block of transposed codes whether its first code has its value."""
         import numpy as np
 
         from reshard.quantised import encode
@@ -395,7 +392,6 @@ class Matrix:
         return encode.compare(values, released, weight.value_block[0], weight)
 
     def _compare_columns(self, reader: TileReader, values: Array, box: Box) -> Array:
-        """Return for each block whether it has the values of transposed codes."""
         from reshard.quantised import encode, loops
 
         weight, width = self.pair.weight, self.pair.weight.block[1]
@@ -484,7 +480,6 @@ def _cut(rows: int, high: int, most: int) -> Iterator[tuple[int, int]]:
 
 
 def _take_rows(tile: Box, start: int, stop: int) -> Box:
-    """Return some rows of a tile."""
     (*lead, first, left), (*ones, _, columns) = tile.origin, tile.shape
     return Box((*lead, first + start, left), (*ones, stop - start, columns))
 

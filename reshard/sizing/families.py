@@ -193,7 +193,6 @@ def _list_linear(name: str, rows: int, columns: int, *, bias: bool) -> tuple[Par
 
 
 def _read_heads(config: Config) -> tuple[int, int, int]:
-    """Return the numbers of attention heads and of key-value heads, and the size of a head."""
     heads = int(config["num_attention_heads"])
     groups = int(config.get("num_key_value_heads") or heads)
     size = config.get("head_dim") or int(config["hidden_size"]) // heads
@@ -252,7 +251,6 @@ def _describe_latent_attention(config: Config, _family: _DecoderFamily) -> Itera
 
 
 def _is_sparse(config: Config, number: int) -> bool:
-    """Return whether a layer has routed experts."""
     kind = config["model_type"]
     if kind in ("mixtral", "gpt_oss"):
         return True
@@ -327,7 +325,6 @@ def _list_expert_biases(experts: int, inner: int, hidden: int) -> tuple[Paramete
 
 
 def _describe_shared_experts(config: Config, family: _DecoderFamily) -> Iterator[_ModelPart]:
-    """Yield the experts that every token uses."""
     hidden = int(config["hidden_size"])
     if config["model_type"] == "qwen2_moe":
         inner = int(config["shared_expert_intermediate_size"])

@@ -78,7 +78,6 @@ def take_share(model: ModelSizes, training: Training) -> RankShare:
 
 
 def _explain_untrained(model: ModelSizes, training: Training) -> UsageError:
-    """Return the error for settings with which no parameter would be trained."""
     if training.lora_targets:
         return UsageError(
             f"--lora-targets {', '.join(training.lora_targets)}",
@@ -161,7 +160,6 @@ def _is_frozen(name: str, model: ModelSizes, training: Training) -> bool:
 
 
 def _count_elements(tensor: Parameter, training: Training) -> int:
-    """Return the elements of a parameter on one tensor- and expert-parallel rank."""
     cut = training.tp if tensor.is_cut else 1
     cut *= training.ep if tensor.is_expert else 1
     return -(-tensor.numel // cut)

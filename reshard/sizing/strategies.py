@@ -236,7 +236,6 @@ def _count_step(strategy: Strategy, share: RankShare, training: Training, shards
 def _offload(
     row: StrategyForecast, cluster: Cluster, training: Training, share: RankShare, shards: int
 ) -> StrategyForecast:
-    """Move what the strategy offloads from the GPU to the memory of the host."""
     strategy, host = row.strategy, 0
     if strategy.offload_optimizer:
         partition = _divide(share, training, shards, trained=True)

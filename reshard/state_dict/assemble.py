@@ -229,7 +229,6 @@ def _build_train_state(parts: sections.Sections, read: Sequence[ParsedOptimizer]
 def _find_frozen(
     train: TrainState, entries: Iterable[Entry], weights: Mapping[str, Entry]
 ) -> frozenset[str]:
-    """Return the parameters of param groups that have no state, where others have one."""
     stated = {entry.fqn for entry in entries if entry.kind not in (PARAM, BUFFER)}
     named = {fqn for group in train.param_groups for fqn in group.fqns}
     idle = named - stated - train.non_tensor_state.keys()
@@ -332,14 +331,12 @@ def _resolve_model(
 
 
 def _collect_optimized(parts: sections.Sections) -> set[str]:
-    """Return the parameters that the optimizers name."""
     return set[str]().union(*map(states.collect_names, parts.optimizers.values()))
 
 
 def _restore_form(
     state: Mapping[str, Any], model: ModelShapes, parsed: ParsedTree, optimized: set[str]
 ) -> tuple[dict[str, Any], ModelShapes]:
-    """Return a state dict in the form in memory, and the model with its wrappers and adapters."""
     model = _name_as_wrapped(model, state)
     state = restore_memory_form(state, model)
     return restore_adapter_form(state, model, parsed.saved_modules, optimized)
@@ -377,7 +374,6 @@ def _describe_mismatch(model: ModelShapes, state: Mapping[str, Any]) -> str:
 def _resolve_flat_params(
     parts: sections.Sections, parsed: ParsedTree, model: ModelShapes | None
 ) -> tuple[dict[str, Any], list[flat_params.FlatUnit]]:
-    """Return the model's state dict without flat parameters, and the units it had."""
     beside = format_path((*parts.model_path[:-1], shard_metadata.KEY))
     if beside in parts.client:
         about = parts.client[beside]

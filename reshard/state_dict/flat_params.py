@@ -194,7 +194,6 @@ class _ShardOrigins:
         return (is_parameter or bool(slices)) and all(self.find(c) is not None for c in slices)
 
     def sort_slices(self, view: LocalTensors) -> list[Chunk]:
-        """Return a parameter's slices in the order of the shards that contain them."""
         slices = [chunk for chunk in view.pieces.values() if chunk.box.volume]
         empty = [chunk for chunk in view.pieces.values() if not chunk.box.volume]
         return [*sorted(slices, key=lambda chunk: self.find(chunk) or 0), *empty]
@@ -291,7 +290,6 @@ def _resolve_unit(
 
 
 def _describe_unit(prefix: str) -> str:
-    """Return the name of a wrapped module for a message."""
     return repr(prefix) if prefix else "the root module"
 
 
@@ -311,7 +309,6 @@ def find_place(prefix: str, ignored: Container[str], numbers: Mapping[str, int])
 
 
 def _is_inside(fqn: str, prefix: str) -> bool:
-    """Return whether a parameter or module is inside the module of this name."""
     return not prefix or fqn.startswith(f"{prefix}.")
 
 

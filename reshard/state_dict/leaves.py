@@ -127,7 +127,6 @@ def _is_parameter(name: str, value: Call) -> bool:
 
 
 def _has_elements(part: Any) -> bool:
-    """Return whether a part of an object is a tensor, or array, of more than one element."""
     # Codes of quantised weights are integers, so the dtype does not matter here.
     return isinstance(part, StoredBuffer) or (isinstance(part, Tensor) and part.numel > 1)
 

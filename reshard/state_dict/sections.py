@@ -134,7 +134,6 @@ def _find_opaque(item: Any, where: str, path: Path, read: Collection[Path]) -> d
 
 
 def _find_optimizers(tree: Any) -> dict[Path, Any]:
-    """Return every optimizer's state dict, by path."""
     optimizers: dict[Path, Any] = {}
     for path, node in walk(tree, _DEPTH):
         if is_optimizer(node) and not any(path[: len(p)] == p for p in optimizers):
@@ -194,7 +193,6 @@ def _refuse_modules(tree: Any, where: str) -> None:
 
 
 def _choose_model(where: str, models: Mapping[Path, Any], optimizers: Mapping[Path, Any]) -> Path:
-    """Return the path of the model, if names, files or sizes decide."""
     preferred = [path for path in models if path and MODEL_KEYS.fullmatch(str(path[-1]))]
     scattered = [path for path, state in models.items() if trees.is_in_several_files(state)]
     # A model in several files comes first: a merged copy of it may be beside the rank files.
@@ -256,7 +254,6 @@ def _count_elements(leaf: Any) -> int:
 
 
 def _resolve_key(tree: Any, where: str, key: str, models: Mapping[Path, Any]) -> Path:
-    """Return the path that the user's ``--key`` names."""
     by_name = {format_path(path): path for path in models}
     if key in by_name:
         return by_name[key]
@@ -305,7 +302,6 @@ def _get_item(tree: Any, path: Path) -> Any:
 
 
 def _sort_rest(parts: Sections, tree: Any, models: Mapping[Path, Any]) -> None:
-    """Sort everything beside the model and the optimizers, by its name."""
     taken = {*parts.optimizers, *parts.masters, *models}
     waiting: list[tuple[Path, Any]] = [((), tree)]
     while waiting:
@@ -324,7 +320,6 @@ def _sort_rest(parts: Sections, tree: Any, models: Mapping[Path, Any]) -> None:
 
 
 def _classify(path: Path) -> str | None:
-    """Return the section that a name stands for, if any."""
     name = str(path[-1])
     return next((kind for kind, pattern in _NAMED.items() if pattern.fullmatch(name)), None)
 

@@ -72,7 +72,6 @@ def is_xla(metadata: Any) -> bool:
 
 
 def _read_fairscale(metadata: Any, where: str) -> dict[str, FlatUnit]:
-    """Return the units in FairScale's metadata by the keys of their flat parameters."""
     expect(where, metadata, _FAIRSCALE, KEY)
     units = {}
     for entry in metadata["param_metadata"]:
@@ -85,7 +84,6 @@ def _read_fairscale(metadata: Any, where: str) -> dict[str, FlatUnit]:
 
 
 def _read_xla(metadata: Any, where: str) -> dict[str, FlatUnit]:
-    """Return the units in torch_xla's metadata by the keys of their shards, without padding."""
     expect(where, metadata, _XLA, KEY)
     units = {}
     for module, shards in metadata[XLA_SHARDS].items():

@@ -210,7 +210,6 @@ def _name_cuts(mesh: DeviceMesh, cuts: Sequence[Cut | None]) -> Placement:
 
 @cache
 def _describe_division(sizes: Index, cuts: tuple[Cut | None, ...]) -> str:
-    """Return the mesh of a DTensor and how it cuts the tensor as text, the same on all ranks."""
     placements = (f"Shard({cut.dim})" if cut else "Replicate()" for cut in cuts)
     return f"over a mesh of {'x'.join(map(str, sizes))} ranks by ({', '.join(placements)})"
 

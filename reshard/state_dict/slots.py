@@ -120,7 +120,6 @@ class RankFileLayouts:
         return list(groups.values())
 
     def _find_boxes(self, value: Value) -> RankBoxes:
-        """Return the boxes that the ranks store of a tensor."""
         placed = self._placements.get_placement(value.owner)
         if not value.divided or not placed.axes:
             placed = TensorPlacement((), ())
@@ -134,7 +133,6 @@ class RankFileLayouts:
     def _build_entries(
         self, storages: Sequence[Storage], cut: Mapping[Storage, Value]
     ) -> Iterator[Entry]:
-        """Yield the entries of the tensors, whose storages have equal numbers in all files."""
         for number, storage in enumerate(storages):
             value = cut.get(storage)
             if value is None:
@@ -173,7 +171,6 @@ class _StorageStarts(Sequence[int]):
 
 
 def _list_values(tree: Any) -> Iterator[Value]:
-    """Yield the tensors of a tree."""
     if isinstance(tree, Value):
         yield tree
     elif isinstance(tree, (dict, list)):

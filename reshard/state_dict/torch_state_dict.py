@@ -216,7 +216,6 @@ def order_members(
 
 
 def _find_positions(state: WritableState, model: ModelShapes) -> dict[str, int]:
-    """Return the position of each trained parameter in the model, under any of its names."""
     at = {fqn: number for number, fqn in enumerate(model.parameters)}
     at.update((alias, at[first]) for alias, first in model.tied.items() if first in at)
     for alias, kept in state.manifest.tied.items():
@@ -252,7 +251,6 @@ def has_flat_storage(manifest: Manifest) -> bool:
 def _build_member_state(
     state: WritableState, group: TrainedGroup, member: TrainedParameter
 ) -> dict[str, Any]:
-    """Build all state of one parameter, as its optimizer had it."""
     return nested_slots.unflatten(
         {**_build_slots(state, group, member), **get_non_tensor_state(state, member)}
     )
@@ -366,7 +364,6 @@ def build_hyper(state: WritableState, group: TrainedGroup) -> dict[str, Any]:
 
 
 def _build_tensor(value: Any) -> Any:
-    """Return a tensor for a number that the optimizer keeps in one."""
     if not isinstance(value, TensorNumber):
         return restore_sets(value)
     return Value(value.dtype, value.shape, data=pack_number(value, value.dtype))

@@ -60,7 +60,6 @@ class _Recorder:
                 signal.signal(number, handler)
 
     def run_handlers(self) -> None:
-        """Run the replaced handlers of the recorded signals, until one of them raises."""
         while self.recorded:
             number = self.recorded.pop(0)
             try:
@@ -95,7 +94,6 @@ class _Interrupts:
             self._handle(signal.SIG_DFL)
 
     def raise_dropped(self) -> None:
-        """Raise the interrupt that Python has dropped, if there is one."""
         if self.is_dropped:
             self._raise(0, None)
 

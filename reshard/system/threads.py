@@ -118,11 +118,9 @@ class _Thread:
 
     @property
     def is_alive(self) -> bool:
-        """Whether the thread still runs."""
         return self._token() is not None
 
     def join(self) -> None:
-        """Wait until the thread ends."""
         # A thread that dies before its first line of Python never releases the lock.
         while self.is_alive and not self._ended.acquire(timeout=_CHECK_SECONDS):
             pass

@@ -112,7 +112,6 @@ class FileVersion:
         return self._find_hidden_change(now)
 
     def _find_hidden_change(self, now: FileVersion) -> str:
-        """Return what shows that a file of the same size and modification time was changed."""
         if self.ctime_ns is None or now.ctime_ns is None:
             return ""
         is_same_inode = None in (self.inode, now.inode) or self.inode == now.inode

@@ -176,7 +176,6 @@ class LazyTensor:
 
 
 def _parse_index(index: Any, shape: Index) -> tuple[Index, Index, Index, set[int]]:
-    """Return origin, extent and step of each dim, and the dims that integer indices drop."""
     items = list(index) if isinstance(index, tuple) else [index]
     dots = [at for at, item in enumerate(items) if item is Ellipsis]
     if len(dots) > 1:
@@ -261,7 +260,6 @@ class Checkpoint(Mapping[str, LazyTensor]):
         return f"<Checkpoint {self._describe()}>"
 
     def _repr_html_(self) -> str:
-        """Return a table of the weights, for notebooks."""
         import html
 
         rows = "".join(

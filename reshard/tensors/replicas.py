@@ -89,7 +89,6 @@ def _find_difference(
     pool: SourceFiles,
     most_read: int | None = None,
 ) -> tuple[Chunk, Chunk, int] | None:
-    """Return two chunks of one box that differ, with the first element that differs, or None."""
     if entry.layout.is_partition:  # it stores every element once
         return None
     for box, (first, *others) in group_by_box(entry.chunks).items():
@@ -109,7 +108,6 @@ def _find_difference(
 
 
 def _read_checksum(chunk: Chunk, files: Mapping[str, SourceFile]) -> tuple[object, ...] | None:
-    """Return the stored checksum of a chunk's record and the chunk's layout in it, or None."""
     records = find_source_file(files, chunk.file).records
     start, stop = chunk.byte_span
     at = bisect_right(records, start, key=lambda record: record.byte_offset) - 1
@@ -171,7 +169,6 @@ def average_replicas(
 
 
 def _write_means(entry: Entry, path: str, out: BinaryIO, pool: SourceFiles) -> Iterator[Chunk]:
-    """Write the mean of the copies of each block to `out` and yield one chunk for each block."""
     if entry.dtype.family != "float":
         raise UnsupportedError(
             entry.fqn, f"differs between ranks, and {entry.dtype.name} cannot be averaged"

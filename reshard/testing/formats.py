@@ -99,7 +99,6 @@ def _read(candidate: Format, path: Path) -> Manifest:
 
 
 def _check_detection(candidate: Format, example: Example, _folder: Path) -> Iterator[str]:
-    """Yield what is wrong with the detection of the format, and with the listed files."""
     manifest = formats.read(example.path)
     if manifest.origin.format not in candidate.sources:
         yield f"read as {manifest.origin.format}, expected one of {', '.join(candidate.sources)}"
@@ -109,14 +108,12 @@ def _check_detection(candidate: Format, example: Example, _folder: Path) -> Iter
 
 
 def _check_merge(_candidate: Format, example: Example, folder: Path) -> Iterator[str]:
-    """Yield the merged weights that differ from the framework's."""
     api.merge(example.path, folder / "merged.safetensors", **example.merge_options)
     with api.open(folder / "merged.safetensors") as merged:
         yield from _compare({name: merged[name][...] for name in merged}, example.weights)
 
 
 def _check_slots(_candidate: Format, example: Example, _folder: Path) -> Iterator[str]:
-    """Yield the optimizer slots that differ from the framework's."""
     with api.open(example.path) as source:
         for slot, values in example.slots.items():
             stored = source.optimizer(slot)
@@ -207,7 +204,6 @@ class _Damage:
         return "missing" if self.size is None else f"cut off at {self.size} bytes"
 
     def apply(self, path: Path) -> None:
-        """Damage a file."""
         if self.at is not None:
             data = bytearray(path.read_bytes())
             data[self.at] ^= 0xFF
@@ -219,7 +215,6 @@ class _Damage:
 
 
 def _list_damage(file: Path, rng: random.Random) -> Iterator[_Damage]:
-    """Yield the ways in which a file is damaged."""
     size = file.stat().st_size
     yield _Damage()
     yield _Damage(size=0)
@@ -237,5 +232,4 @@ def _copy(source: Path, destination: Path) -> None:
 
 
 def _summarize(manifest: Manifest) -> object:
-    """Return the tensors of a manifest, without their locations."""
     return {key: (entry.shape, entry.dtype.name) for key, entry in manifest.entries.items()}

@@ -251,7 +251,6 @@ def choose_batch(batch: Batch, ranks: int) -> Batch | None:
 
 
 def _choose_smaller(batch: Batch, ranks: int) -> Batch | None:
-    """Return the batch with the same total and a micro batch that is not larger, or None."""
     if batch.steps is None:
         return None
     micro = find_micro_batch(batch.micro, batch.total, ranks)
@@ -264,7 +263,6 @@ def find_micro_batch(most: int, total: int, ranks: int) -> int | None:
 
 
 def _rebalance(manifest: Manifest, stated: _Stated, ranks: int) -> Rebalanced:
-    """Return the run with the batch for other ranks in all files that state it."""
     batch, is_trainers = stated.batch, _is_hf_trainers(manifest)
     own = manifest.train.opaque.get(BATCH_BEFORE)
     if own is None:
@@ -315,7 +313,6 @@ def _choose_own(own: Mapping[str, int], batch: Batch, ranks: int) -> Batch | Non
 
 
 def _describe_arguments(stated: _Stated, chosen: Batch) -> str:
-    """Describe which arguments the Trainer needs on other ranks, and what it does without them."""
     batch, unit = stated.batch, "" if stated.batch.steps else f" x {STEPS}"
     reached = batch._replace(ranks=chosen.ranks).total
     text = (
@@ -343,7 +340,6 @@ def _name_arguments(batch: Batch) -> str:
 
 
 def _follow_live(manifest: Manifest, batch: Batch, running: LiveBatch) -> Rebalanced:
-    """Return the run with the batch of a rank that keeps the global batch in a running program."""
     live, is_trainers = running.batch, _is_hf_trainers(manifest)
     if batch.steps is None:
         micro, wrong = live.micro, live.total % batch.total != 0
@@ -366,7 +362,6 @@ def _follow_live(manifest: Manifest, batch: Batch, running: LiveBatch) -> Rebala
 
 
 def _describe_live(batch: Batch, live: Batch, *, is_trainers: bool) -> str:
-    """Describe a global batch of a running program that is not that of the run."""
     chosen = choose_batch(batch, live.ranks)
     text = f"the global batch of the run was {batch.total}, and is {live.total} in this program"
     if chosen is None:
@@ -377,7 +372,6 @@ def _describe_live(batch: Batch, live: Batch, *, is_trainers: bool) -> str:
 
 
 def _describe_nearest(batch: Batch, chosen: Batch, *, is_trainers: bool) -> str:
-    """Describe a global batch that the new ranks do not divide, and the nearest one."""
     misfit = describe_misfit(batch.total, 1 if is_trainers else batch.micro, chosen.ranks)
     if is_trainers:
         return f"{misfit}; with {_name_arguments(chosen)} it is {chosen.total}"
@@ -427,7 +421,6 @@ def _describe_rule(before: int, ranks: int, *, is_stated: bool = True) -> str:
 
 
 def _describe_sharing(stated: _Stated, world_size: int) -> str:
-    """Describe ranks that cannot share samples as those of the run did."""
     size = stated.sharing
     return (
         f"{size} ranks of the run share each sequence (a global batch of {stated.batch.total} on"

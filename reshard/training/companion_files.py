@@ -289,7 +289,6 @@ def _read_progress(path: Path, manifest: Manifest) -> bytes:
 
 
 def _list_companions(folder: Path) -> list[Path]:
-    """Return the files of a model and of its adapters, and the run's progress, where they are."""
     folders = [folder, *(child for child in sorted(folder.iterdir()) if child.is_dir())]
     # PEFT stores the configuration of an adapter with a name in a folder of that name. A folder
     # with the progress of a run is another checkpoint.

@@ -133,7 +133,6 @@ def find_lost_state(manifest: Manifest) -> Iterator[str]:
 
 
 def _collect_slots(manifest: Manifest) -> dict[str, set[str]]:
-    """Return the slots of each parameter, under all names of a tied one."""
     slots = defaultdict[str, set[str]](set)
     for entry in manifest.entries.values():
         if entry.kind not in WEIGHT_KINDS:
@@ -147,7 +146,6 @@ def _collect_slots(manifest: Manifest) -> dict[str, set[str]]:
 def _find_missing_slots(
     manifest: Manifest, group: ParamGroup, slots: Mapping[str, set[str]]
 ) -> Iterator[str]:
-    """Yield the moments that an Adam has not, each once with the parameters."""
     lacking = defaultdict[str, list[str]](list)
     for fqn in group.fqns:
         if own := slots.get(fqn):

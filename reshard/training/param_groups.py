@@ -369,7 +369,6 @@ def _refuse_unassigned(
 def _merge_hyper(
     given: GroupRules, number: int, rule: GroupRule, state: WritableState, sources: Sequence[int]
 ) -> dict[str, Any]:
-    """Return a rule's values, and the other values on which its source groups agree."""
     before = [state.groups[number].hyper for number in sources]
     keys = dict.fromkeys(key for hyper in before for key in hyper if key not in rule.hyper)
     agreed = {}
@@ -405,7 +404,6 @@ def _refuse_incomplete_adam(
 def _fill_from_live(
     given: GroupRules, number: int, state: WritableState, sources: Sequence[int]
 ) -> GroupRule:
-    """Return a rule, with the live optimizer's values for which the source's groups disagree."""
     rule = given.rules[number]
     if not given.live:
         return rule
@@ -425,7 +423,6 @@ def _convert_tuple(value: Any) -> Any:
 def _regroup_scheduler(
     state: WritableState, origins: Sequence[Sequence[int]], groups: Sequence[TrainedGroup]
 ) -> tuple[Any, list[str]]:
-    """Regroup the lists of a torch scheduler, which have one value for each group."""
     scheduler = state.manifest.train.scheduler
     schedulers = scheduler if isinstance(scheduler, list) else [scheduler]
     if not any(isinstance(one, dict) and one.keys() & set(PER_GROUP) for one in schedulers):

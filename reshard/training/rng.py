@@ -257,7 +257,6 @@ def _iterate_items(state: RankRng, dialect: Dialect) -> Iterator[tuple[str, Any]
 
 
 def _build_array(words: Sequence[int]) -> Call:
-    """Build a numpy array of uint32, as numpy reduces it."""
     dtype = Call("numpy.dtype", ("u4", False, True), (3, "<", None, None, None, -1, -1, 0))
     state = (1, (len(words),), dtype, False, struct.pack(f"<{len(words)}I", *words))
     return Call(_RECONSTRUCT[0], (Global("numpy.ndarray"), (0,), b"b"), state)

@@ -139,7 +139,6 @@ _SPLIT = (
 def _describe_file(
     name: str, scaled: ScaledSchedule | None, before: int, processes: int
 ) -> Iterator[str]:
-    """Describe the changes in one file."""
     if scaled is None:
         yield f"{name} is not a torch scheduler's state: copied as saved for {before} processes"
         return

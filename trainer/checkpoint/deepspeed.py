@@ -118,7 +118,6 @@ def _list_param_shapes(engine: ZeroEngine) -> list[OrderedDict[str, torch.Size]]
 
 
 def _map_shared_names(engine: ZeroEngine) -> dict[str, str]:
-    """Return the other names of tied parameters -> the name that is saved."""
     saved_names = {parameter: name for name, parameter in engine.model.named_parameters()}
     every = engine.model.named_parameters(remove_duplicate=False)
     return {name: saved_names[p] for name, p in every if saved_names[p] != name}
@@ -183,7 +182,6 @@ def _make_slice_mappings(
 
 
 def _list_sub_groups(partition: Partition) -> list[list[int]]:
-    """Return the numbers of the flat tensors of each param group."""
     groups: dict[int, list[int]] = {}
     for index, flat in enumerate(partition.flats):
         groups.setdefault(flat.group, []).append(index)

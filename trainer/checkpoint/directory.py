@@ -86,7 +86,6 @@ def find_checkpoint(path: Path, tag: str | None) -> Path:
 
 
 def _find_enclosing(path: Path) -> Path | None:
-    """Return the checkpoint that a path is, or is inside of."""
     if path.is_file():
         path = path.absolute().parent
     if _is_checkpoint(path):

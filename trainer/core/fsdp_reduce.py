@@ -101,7 +101,6 @@ class _OrderedReduceScatter(ReduceScatter):
         self._sums = sums
 
     def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Return memory for a collective."""
         return torch.empty(*size, dtype=dtype, device=device)
 
     def __call__(

@@ -47,7 +47,6 @@ def compute_norm(pieces: Sequence[Tensor], numel: int, *, reduce_on: torch.devic
 
 
 def _sum_levels(pieces: Sequence[Tensor], top: float, numel: int, device: torch.device) -> Tensor:
-    """Return this rank's sum of each level of the squares, float64 of length LEVELS."""
     bits = 52 - max(1, math.ceil(math.log2(numel + 1)))
     exponent = math.frexp(top * top)[1]
     quanta = [math.ldexp(1.0, exponent - bits * level) for level in range(1, LEVELS + 1)]

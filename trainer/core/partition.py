@@ -145,7 +145,6 @@ def partition_each_parameter(
 def _split_into_sub_groups(
     names: Sequence[str], shapes: Shapes, world: int, limit: int | None
 ) -> Iterator[list[str]]:
-    """Yield the names of each flat tensor of one param group."""
     current: list[str] = []
     own_numel = 0
     for name in names:

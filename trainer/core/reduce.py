@@ -108,7 +108,6 @@ class Reducer:
             begin += run.numel
 
     def _exchange(self, rows: list[list[Tensor]]) -> Sequence[Tensor]:
-        """Return what every rank has for this one, in rank order."""
         world, rank = self._ranks.world, self._ranks.rank
         sizes = [sum(piece.numel() for piece in row) for row in rows]
         sent = torch.cat([piece for row in rows for piece in row])

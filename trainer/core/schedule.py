@@ -35,7 +35,6 @@ def _warmup_steps(settings: CoreSettings) -> int:
 
 
 def _warmup_ratio(settings: CoreSettings, iteration: int) -> float:
-    """Return 0 to 1 over the warmup."""
     if settings.warmup_type == "linear":
         return iteration / _warmup_steps(settings)
     return 1.0 / math.log(_warmup_steps(settings)) * math.log(iteration + 1)

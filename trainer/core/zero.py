@@ -68,7 +68,6 @@ class ZeroEngine(NativeEngine):
 
     @property
     def _optimizer_rank(self) -> int:
-        """This rank's number in the partition of the optimizer."""
         return self.ranks.rank
 
     @abstractmethod
@@ -81,7 +80,6 @@ class ZeroEngine(NativeEngine):
         return self.shard.partition
 
     def _collect_gradients(self) -> list[Tensor]:
-        """Return the sums for this rank's flat tensors."""
         return self.reducer.sums
 
     @abstractmethod
@@ -140,7 +138,6 @@ class ZeroEngine(NativeEngine):
             yield name, whole.view(parameter.shape).cpu()
 
     def _get_frozen(self, name: str) -> Tensor:
-        """Return a whole frozen parameter, on the CPU."""
         return self.model.get_parameter(name).detach().cpu()
 
     # Memory

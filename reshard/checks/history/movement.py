@@ -212,7 +212,6 @@ class _TensorSeries:
         )
 
     def add(self, start: int, stop: int) -> None:
-        """Compare a run of elements in all checkpoints."""
         import numpy as np
 
         # Only the last two checkpoints are kept, which `jumps` needs.
@@ -228,7 +227,6 @@ class _TensorSeries:
             earlier = [*earlier[-1:], now]
 
     def finish(self) -> Movement:
-        """Return what was found."""
         self._found.digests = self._digests
         return self._found
 
@@ -272,7 +270,6 @@ class _TensorSeries:
         now: _RunValues,
         pieces: dict[str, list[tuple[slice, str]]],
     ) -> None:
-        """Count the changes of a run, of all elements and by the file that stores them."""
         import numpy as np
 
         moved = _mark_moved(before.weight, now.weight)
@@ -342,7 +339,6 @@ def _bound_moments(before: Tag, now: Tag, fqn: str) -> MomentBound | None:
 def _judge_moments(
     bound: MomentBound, before: Mapping[str, Array], now: Mapping[str, Array]
 ) -> Change:
-    """Count the elements whose moments are outside of a bound."""
     import numpy as np
 
     (m0, v0), (m, v) = ([each[kind] for kind in MOMENTS] for each in (before, now))
@@ -381,7 +377,6 @@ def _mark_moved(before: Array, now: Array) -> Array:
 
 
 def _measure_distance(a: Array, b: Array) -> float:
-    """Return the sum of the squared differences of two arrays."""
     import numpy as np
 
     with np.errstate(all="ignore"):
@@ -390,7 +385,6 @@ def _measure_distance(a: Array, b: Array) -> float:
 
 
 def _count_change(before: Array, now: Array, flags: Sequence[Array]) -> Change:
-    """Return the counts of the flags, and the sizes of weights and of their changes."""
     import numpy as np
 
     change = _count_flags(flags)
@@ -405,7 +399,6 @@ def _count_change(before: Array, now: Array, flags: Sequence[Array]) -> Change:
 
 
 def _find_largest(values: Array) -> float:
-    """Return the largest magnitude."""
     return max(float(values.max(initial=0)), -float(values.min(initial=0)))
 
 
@@ -420,7 +413,6 @@ def _sum_squares(values: Array) -> float:
 
 
 def _count_flags(flags: Sequence[Array]) -> Change:
-    """Return the number of elements that have each flag."""
     import numpy as np
 
     moved, expected, momenta, momenta_moved = flags

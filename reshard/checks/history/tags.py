@@ -47,7 +47,6 @@ class Tag:
 
     @cached_property
     def _directory(self) -> str:
-        """The directory that has all files of the checkpoint."""
         # pathlib does not have these functions for the names of URLs.
         paths = map(os.path.abspath, self.manifest.files)
         return os.path.commonpath(list(map(os.path.dirname, paths)))

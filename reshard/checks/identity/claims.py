@@ -99,7 +99,6 @@ class _Siblings:
 
 
 def _find_misplaced(files: Mapping[str, SourceFile], siblings: _Siblings) -> Iterator[Conflict]:
-    """Yield a conflict for each file that states another name, rank or step than its path."""
     for file in files.values():
         stem = get_stem(file.path)
         for claim in file.claims:

@@ -88,7 +88,6 @@ def _is_of_fabric(manifest: Manifest) -> bool:
 
 
 def _fits(train: TrainState, applied: float, expected: int) -> bool:
-    """Return whether the run's count of updates fits the largest count of its parameters."""
     if applied - expected in train.updates_at_start:
         return True
     # Which param groups are of one optimizer is not known.

@@ -148,7 +148,6 @@ def _has_negative(values: bytearray, dtype: DType) -> bool:
 
 
 def _choose_samples(manifest: Manifest, *, every_element: bool) -> Iterator[_Sample]:
-    """Yield the boxes to compare, of each weight of the module that has a master weight."""
     for weight in manifest.of_kind(PARAM):
         master = manifest.entries.get((MASTER, weight.fqn))
         if master is None or is_computed(master) or not are_comparable(master, weight):
@@ -210,7 +209,6 @@ def _read_ahead(pool: SourceFiles, list_copies: Callable[[T], Iterable[Copy]]) -
 
 
 def _compare(pool: SourceFiles, held: Held, batch: Sequence[_Sample]) -> list[bool]:
-    """Return for each sample whether its weights are the cast of its master weights."""
     groups: dict[tuple[DType, DType], list[int]] = defaultdict(list)
     for number, sample in enumerate(batch):
         groups[sample.dtypes].append(number)
@@ -229,7 +227,6 @@ def _compare(pool: SourceFiles, held: Held, batch: Sequence[_Sample]) -> list[bo
 def _read(
     pool: SourceFiles, held: Held, blocks: Sequence[Sequence[Copy]], dtype: DType
 ) -> bytearray:
-    """Read blocks one after the other into one buffer."""
     sizes = [sum(copy.numel for copy in copies) * dtype.itemsize for copies in blocks]
     buffer = bytearray(sum(sizes))
     view, at = memoryview(buffer), 0

@@ -112,7 +112,6 @@ def select_adapter(merge: Merge) -> Merge:
 
 
 def _refuse_unsaved(manifest: Manifest, fqns: Collection[str]) -> None:
-    """Raise an error if the optimizer has states of an adapter's weights that were not saved."""
     trained = (fqn for group in manifest.train.param_groups for fqn in group.fqns)
     unsaved = names.find_unsaved(trained, fqns)
     if unsaved:
@@ -151,7 +150,6 @@ def _find_name_in_tensors(
 def _note_trained_base(
     manifest: Manifest, saved: Mapping[str, str], parts: Sequence[AdapterPart]
 ) -> list[str]:
-    """Return a note on trained weights of the base model, which PEFT's file does not contain."""
     apart = {*saved, *manifest.frozen, *(each.fqn for each in parts)}
     groups = manifest.train.param_groups
     left = [fqn for group in groups for fqn in group.fqns if fqn not in apart]

@@ -84,7 +84,6 @@ def _check_config_of_codes(merge: Merge, stated: Quantisation) -> None:
 
 
 def _drop_statement(merge: Merge) -> Merge:
-    """Return the merge with a config that states no quantisation, if no weight is quantised."""
     companions = merge.companions
     found = read_statement(companions.config or {}, "")
     if companions.config is None or found is None or not _has_plain_weights(merge):

@@ -186,7 +186,6 @@ def _list_passes(options: MergeOptions) -> Sequence[Pass]:
 
 
 def _check_output(skeleton: Skeleton, staging: Path) -> None:
-    """Check that the headers of the written files state what was planned."""
     expected = {entry.fqn: entry for entry in skeleton.entries}
     written = formats.read_outputs(staging, [file.name for file in skeleton.files])
     if written.keys() != expected.keys():

@@ -164,7 +164,6 @@ def _choose_form(base: Manifest, companions: Companions, layers: Sequence[str]) 
 
 
 def _read_adapter(selected: Merge) -> Weights:
-    """Return the tensors of an adapter, each with all its names."""
     manifest = selected.manifest
     placeholders.refuse(manifest, manifest.entries.values())
     chosen = weights.select(manifest, "keep")
@@ -256,7 +255,6 @@ def _is_alike(one: Entry, other: Entry, pool: SourceFiles) -> bool:
 
 
 def _check_effect(merged: Merged, pool: SourceFiles) -> list[str]:
-    """Return a note on products that are zero."""
     zero = [fqn for fqn, product in merged.products.items() if _is_zero(product, pool)]
     if len(zero) == len(merged.products) and not any(_find_changed(merged, pool)):
         raise DifferentError(
@@ -288,7 +286,6 @@ def _find_changed(merged: Merged, pool: SourceFiles) -> Iterator[str]:
 
 
 def _check_ties(merged: Merged, pool: SourceFiles, policy: weights.Tied) -> bool:
-    """Return whether the head has other values than the embedding that it was tied to."""
     entries = {entry.fqn: entry for entry in merged.manifest.entries.values()}
     differing = [
         (head, embedding)
@@ -343,7 +340,6 @@ def _find_revision(path: Path) -> str:
 def _note_other_base(
     path: Path, values: Mapping[str, Any], config: Mapping[str, Any]
 ) -> Iterator[str]:
-    """Yield a note if the adapter's configuration names a base model of another name."""
     stated = values.get("base_model_name_or_path")
     if not isinstance(stated, str) or not stated:
         return

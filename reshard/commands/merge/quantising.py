@@ -179,7 +179,6 @@ def _convert(
 
 
 def _describe(release: Release, tensors: Tensors) -> str:
-    """Return a note: how many weights are quantised, and how."""
     pairs = [release.pairs[entry.fqn] for entry, _ in tensors if entry.fqn in release.pairs]
     sizes = dict.fromkeys(
         f"blocks of {pair.weight.block[0]} x {pair.weight.block[1]} with {pair.scales.dtype} scales"

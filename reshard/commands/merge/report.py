@@ -158,7 +158,6 @@ def describe_merge(manifest: Manifest, merge: Merge, plan: Plan) -> MergeReport:
 
 
 def _describe_load(merge: Merge) -> str:
-    """Return the line of a script that loads the output, with ``{path}`` for its path."""
     if not merge.is_directory:
         is_safetensors = merge.output.suffix == ".safetensors"
         return f'{"safetensors.torch.load_file" if is_safetensors else "torch.load"}("{{path}}")'
@@ -174,7 +173,6 @@ def _describe_load(merge: Merge) -> str:
 
 
 def _name_class(merge: Merge) -> str:
-    """Return the class of the model that transformers loads a directory into."""
     classes = (merge.companions.config or {}).get("architectures")
     if isinstance(classes, list) and classes and isinstance(classes[0], str):
         return f"transformers.{classes[0]}"

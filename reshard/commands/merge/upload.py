@@ -110,7 +110,6 @@ def _describe_load_from_hub(line: str, repository: Repository) -> str:
 
 
 def _commit(files: OnDemandFiles, repository: Repository, *, overwrite: bool) -> None:
-    """Upload all files and commit them."""
     from huggingface_hub import CommitOperationAdd, HfApi
 
     api = HfApi()

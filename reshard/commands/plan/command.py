@@ -111,7 +111,6 @@ def _check_written(options: PlanOptions, paths: Sequence[Path]) -> None:
 
 
 def _find_model(options: PlanOptions, manifest: Manifest | None) -> ModelSizes:
-    """Return the sizes of the model that SOURCE, --model or --params describes."""
     if options.params is not None and (options.model is not None or manifest is not None):
         other = "--model" if manifest is None else "SOURCE"
         raise UsageError("--params", f"{other} states the number of parameters", "leave it out")
@@ -125,7 +124,6 @@ def _find_model(options: PlanOptions, manifest: Manifest | None) -> ModelSizes:
 
 
 def _describe_source(manifest: Manifest, options: PlanOptions) -> ModelSizes:
-    """Return the sizes of the model in a checkpoint."""
     from reshard.training.companion_files import find_config
 
     shapes = {entry.fqn: entry.shape for entry in manifest.of_kind(PARAM, MASTER)}
@@ -171,7 +169,6 @@ def _fit_batch(cluster: Cluster, training: Training) -> Training:
 
 
 def _read_settings(manifest: Manifest) -> dict[str, Any]:
-    """Return the settings that a checkpoint states."""
     settings: dict[str, Any] = {}
     if manifest.origin.precision in _PRECISIONS:
         settings["precision"] = _PRECISIONS[manifest.origin.precision]
@@ -188,7 +185,6 @@ def _read_settings(manifest: Manifest) -> dict[str, Any]:
 
 
 def _note_gaps(manifest: Manifest) -> Iterator[str]:
-    """Yield notes on what a checkpoint does not state."""
     if manifest.without_frozen:
         yield "the checkpoint lacks the frozen parameters, so the forecast does not count them"
     kinds = {kind for kind, _ in manifest.entries}
@@ -222,7 +218,6 @@ def _describe_nodes(model: ModelSizes, cluster: Cluster, training: Training) -> 
 
 
 def _describe_assumptions(training: Training) -> list[str]:
-    """Return notes on what the numbers assume."""
     assumed = (
         f"{MARGIN:.0%} of each GPU is left free for CUDA, NCCL and fragmentation; this size is"
         " assumed, all others are counted"
@@ -259,7 +254,6 @@ def _continue_run(
 
 
 def _forecast_split(manifest: Manifest, target: Path, chosen: dict[str, Any]) -> Forecast:
-    """Plan a split as its command does, and forecast it."""
     from reshard.commands.output import forecast_job
     from reshard.commands.split.command import plan_split
     from reshard.commands.split.options import SplitOptions

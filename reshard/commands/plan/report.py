@@ -137,7 +137,6 @@ def _format_size(nbytes: int) -> str:
 
 
 def _describe_fit(row: StrategyForecast, cluster: Cluster) -> str:
-    """Return whether a row fits, in a word."""
     if row.fits(cluster, checkpointing=False):
         return "yes"
     if row.fits(cluster, checkpointing=True):

@@ -78,12 +78,10 @@ class _PlannedLayout:
 
     @property
     def name(self) -> str:
-        """The name of the layout in the report."""
         return f"{self.planned.target}, {counted(self.planned.ranks, 'rank')}"
 
     @property
     def folder(self) -> str:
-        """The name of its directory."""
         return self.name.replace(",", "").replace(" ", "-")
 
 
@@ -161,7 +159,6 @@ class _ResumeCheck:
 
     @property
     def ranks(self) -> int:
-        """World size of the source."""
         return self._manifest.origin.world
 
     def run_all(self, meter: Meter | None) -> ResumeReport:
@@ -205,7 +202,6 @@ class _ResumeCheck:
         return list(layouts.values())
 
     def _run_unbroken(self) -> ProgramRun:
-        """Resume from the source as it is, or read the given log of such a run."""
         given = self._options.unbroken
         if given is not None:
             series = self._select_steps(trajectory.read(given))
@@ -222,13 +218,11 @@ class _ResumeCheck:
         return run
 
     def _continue_source(self, name: str) -> ProgramRun:
-        """Resume from the source as it is."""
         folder = self._make_folder(name.replace(", ", "-"))
         checkpoint = make_loadable(self._manifest, folder)
         return self._run(name, checkpoint, folder, self.ranks, self._manifest.origin.zero_stage)
 
     def _select_steps(self, series: Series) -> Series:
-        """Return the part of a longer log with the steps that the resumed runs make."""
         step = self._program.step
         after = step if step is not None else series.points[0].step - 1
         part = series.between(after, after + self._options.steps)
@@ -243,7 +237,6 @@ class _ResumeCheck:
     def _check_layout(
         self, layout: _PlannedLayout, unbroken: ProgramRun, meter: Meter | None
     ) -> LayoutResult:
-        """Write a layout, compare it with the source, and resume from it."""
         folder = self._make_folder(layout.folder)
         checkpoint = folder / "checkpoint"
         written = split(self._source, checkpoint, layout.options, meter)
@@ -295,7 +288,6 @@ class _ResumeCheck:
         return NoiseRun(run, rounded, precision, _compare_losses(unbroken, run))
 
     def _run_control(self, layout: _PlannedLayout, unbroken: ProgramRun) -> ControlRun:
-        """Resume from a copy that lacks one moment."""
         folder = self._make_folder("control")
         checkpoint = folder / "checkpoint"
         split(self._source, checkpoint, layout.options)
@@ -339,7 +331,6 @@ class _ResumeCheck:
         return run
 
     def _run_shown(self, run: ProgramRun, folder: Path) -> ProgramResult:
-        """Run the program, and show the steps in its log while it runs."""
         timeout_s = self._options.timeout_s
         if self._run_meter is None:
             return programs.run(run.command, folder, timeout_s)
@@ -351,7 +342,6 @@ class _ResumeCheck:
             return programs.run(run.command, folder, timeout_s, watch)
 
     def _read_log(self, log: Path) -> Series:
-        """Read the steps of a run from its log."""
         step, series = self._program.step, trajectory.read(log)
         first = series.points[0].step
         if step is not None and first <= step:
@@ -389,7 +379,6 @@ def _compare_losses(unbroken: ProgramRun, run: ProgramRun) -> Trajectory | None:
 
 
 def _list_files(manifest: Manifest) -> Mapping[str, Any]:
-    """Return every file of the source with its size and modification time."""
     folder = Path(manifest.origin.path)
     files = [*folder.rglob("*")] if folder.is_dir() else [folder]
     latest = folder.parent / (registry.describe_source(manifest).pointer or folder.name)

@@ -95,7 +95,6 @@ def _use_trainer(manifest: Manifest) -> Program:
 
 
 def _choose_flags(planned: SplitReport, strategy: str) -> list[str]:
-    """Return the flags with which the trainer loads a layout."""
     names = {file["name"].partition("/")[0] for file in planned.files}
     flags = trainer_run.choose_flags(names, planned.zero_stage, strategy)
     if flags is None:

@@ -124,7 +124,6 @@ def _read(sources: Sequence[Path], options: VerifyOptions) -> Manifest:
 
 
 def _list_checks_without_source(failed: Check, options: VerifyOptions) -> list[Check]:
-    """Return all checks of a source that cannot be read: one has failed, the others did not run."""
     listed = names.QUICK + (names.DEEP if options.reads_all else ())
     reason = f"the source cannot be read: see {failed.name}"
     return [failed if name == failed.name else not_run(name, reason) for name in listed]

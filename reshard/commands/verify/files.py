@@ -125,7 +125,6 @@ def _find_problem(
 
 
 def _choose_files(listed: Sequence[FileDigests], options: VerifyOptions) -> list[FileDigests]:
-    """Return the files of which the name or the path matches a pattern."""
     chosen: dict[str, FileDigests] = {}
     for pattern in options.include:
         found = [
@@ -145,7 +144,6 @@ def _choose_files(listed: Sequence[FileDigests], options: VerifyOptions) -> list
 def _find_places(
     sources: Sequence[Path], chosen: Sequence[FileDigests], tag: str | None
 ) -> dict[str, str]:
-    """Return the path of each file that is there, by its name in the manifest."""
     folders = [found for path in sources if (found := _find_folder(path, chosen, tag))]
     if not folders:
         raise UsageError(

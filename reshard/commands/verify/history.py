@@ -112,7 +112,6 @@ def check_run(
 
 
 def _add_model(report: HistoryReport, model: str, history: History) -> None:
-    """Add the checkpoints of one model to the report."""
     origin = history.tags[-1].manifest.origin
     report.format, report.detail = origin.format, origin.detail
     report.tags += [{**tag, "model": model} for tag in _describe_tags(history)]
@@ -182,7 +181,6 @@ def _add_checks(
 def _open(
     directory: Location, sources: Sequence[Path], options: VerifyOptions
 ) -> dict[str, History]:
-    """Read the headers of all checkpoints of a run, by the model if it trains several."""
     runs = run.list_runs(directory, unclear.is_checkpoint)
     count = min(map(len, runs.values()), default=0)
     if count < 2:
@@ -229,7 +227,6 @@ def _read(place: Location, options: VerifyOptions) -> Manifest | Check:
 
 
 def _measure(history: History, options: VerifyOptions, meter: Meter | None) -> None:
-    """Read the weights that all checkpoints have, and fill in their movements."""
     tags = history.tags
     shapes = [{fqn: entry.shape for fqn, entry in tag.weights.items()} for tag in tags]
     names = [fqn for fqn, shape in shapes[-1].items() if all(s.get(fqn) == shape for s in shapes)]
@@ -328,7 +325,6 @@ def _group_layers(names: Iterable[str]) -> dict[str, str]:
 
 
 def _join(numbers: list[int]) -> dict[int, str]:
-    """Return the range of layers that each layer belongs to."""
     size = -(-len(numbers) // _MOST_GROUPS)
     ranges: dict[int, str] = {}
     for start in range(0, len(numbers), size):

@@ -65,7 +65,6 @@ def iterate_parts(value: Any) -> Iterator[Any]:
 
 
 def _list_parts(part: Any) -> Collection[Any]:
-    """Return the parts of a container or an object."""
     if isinstance(part, Call):
         return [getattr(part, name) for name in OF_CALLS]
     if isinstance(part, dict):

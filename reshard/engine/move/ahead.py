@@ -265,7 +265,6 @@ class ReadAhead(Generic[T]):
     def _group(
         self, items: Iterable[tuple[T, Sequence[Range]]]
     ) -> Iterator[tuple[list[T], list[Range]]]:
-        """Yield items that are read together, with their ranges."""
         group: list[T] = []
         listed: list[Range] = []
         total = 0
@@ -350,7 +349,6 @@ class ReadAhead(Generic[T]):
             self._changed.notify()
 
     def _run(self) -> None:
-        """Answer requests until there are no more."""
         while (asked := self._requests.get()) is not None:
             group, (file, start, data) = asked
             is_read = False

@@ -93,7 +93,6 @@ def list_lasting(sources: Mapping[str, SourceFile]) -> list[str]:
 
 
 def _skip_done(plan: Plan, done: Outcome, files: OutputFiles) -> Iterator[Batch]:
-    """Yield the plan's batches without the windows that an earlier run has filled."""
     filled = _list_written(done, files)
     for batch in plan.batches():
         left = tuple(
@@ -206,7 +205,6 @@ class OutputBuilder:
 def _cut_to_records(
     literals: Literals, records: Iterable[StoredChecksum]
 ) -> Iterator[tuple[int, memoryview]]:
-    """Yield the parts of literals that are inside of records, with their byte offsets."""
     more = iter(records)
     record = next(more, None)
     for offset, data in literals:
@@ -229,7 +227,6 @@ class _FilesWithChecksums:
         self._targets = {file.name for file in target.files if any(True for _ in file.checksums)}
 
     def has_source(self, path: str) -> bool:
-        """Return whether a source file has stored checksums to compare."""
         return path in self._sources
 
     def has_target(self, name: str) -> bool:
@@ -277,7 +274,6 @@ class _Worker:
         self.filler.flush_checksums()
 
     def _record_in(self, seen: Outcome) -> None:
-        """Record everything from now on in `seen`."""
         self.seen, filler = seen, self.filler
         filler.reads, filler.overflowed, filler.flushed = seen.reads, seen.overflowed, seen.flushed
 
@@ -321,7 +317,6 @@ class _Worker:
             self._write(window.file, offset, block[:used])
 
     def _enlarge_block(self, window: Window, tiles: Sequence[int]) -> None:
-        """Make room for the largest tile of a window that fits in the largest block."""
         sizes = (
             tile * copy.target_dtype.itemsize
             for copy, tile in zip(window.copies, tiles, strict=True)

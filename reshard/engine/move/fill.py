@@ -241,7 +241,6 @@ class Filler:
         return raw
 
     def _convert(self, copy: Copy, window: memoryview) -> None:
-        """Do one read, then one strided copy or cast."""
         raw = self._get_bytes(copy.file, copy.byte_offset, _compute_reach(copy))
         self._cast(
             copy,
@@ -353,7 +352,6 @@ class Filler:
             self._last[file] = start, nbytes + len(data), crc32(data, crc)
 
     def _continue_checksum(self, file: str, offset: int) -> tuple[int, int, int]:
-        """Return the range that one at an offset continues: its start, its size, its checksum."""
         last = self._last.get(file)
         if last is not None:
             start, nbytes, crc = last

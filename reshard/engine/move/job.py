@@ -65,7 +65,6 @@ def _describe_option(value: object) -> str:
 
 
 def _read_stamp(path: str) -> tuple[object, ...]:
-    """Return the size and modification time of a file (or its version), () if there is none."""
     try:
         where = as_path(path)
         if is_remote(str(where)):

@@ -146,7 +146,6 @@ class Journal(Unfinished[LocalPartial]):
             raise
 
     def _append(self, seen: Outcome) -> None:
-        """Make the files durable first, then write the line that records them."""
         output, text = self._partial.output, jobs.format_line(seen.to_json())
         sync(output / name for name in seen.windows.files)
         # All files exist before the first window is written, so their names are made durable once.

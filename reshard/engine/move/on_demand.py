@@ -197,7 +197,6 @@ class OnDemandFiles:
         return overflowed
 
     def _list_literals(self, file: OutputFile) -> Sequence[tuple[int, bytes]]:
-        """Return the literals of a file, which are kept for the next reads of it."""
         with self._lock:
             if file.name not in self._literals:
                 if len(self._literals) == _MOST_LITERALS:
@@ -388,7 +387,6 @@ class _Parts:
         return [part for part in self._find(start, stop) if not _is_inside(part, start, stop)]
 
     def _find(self, start: int, stop: int) -> list[WindowPart]:
-        """Return the parts that share a byte with a range."""
         # The last part that begins before the range can reach into it.
         first = max(bisect_right(self._starts, start) - 1, 0)
         last = bisect_right(self._starts, stop - 1)

@@ -175,7 +175,6 @@ class Receipts(Unfinished[RemotePartial]):
         return None
 
     def _is_valid(self, receipt: _Receipt) -> bool:
-        """Return whether the store still has the version of the file that the receipt names."""
         output = self._partial.output
         info = output.store.info(str(output / receipt.file))
         version = get_version(info) if info else ()

@@ -92,7 +92,6 @@ class TileReader:
             self._filler.fill(copy, into)
 
     def _find_planner(self, entry: Entry) -> CopyPlanner:
-        """Return the planner of a tensor, which indexes all its chunks."""
         for kept, planner in self._planners:
             # Entries are compared by identity: equality would compare all of their chunks.
             if kept is entry:

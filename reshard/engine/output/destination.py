@@ -57,7 +57,6 @@ def check_suffix(destination: Path) -> None:
 
 
 def _is_misspelled(suffix: str) -> bool:
-    """Return whether a suffix is nearly that of safetensors."""
     if suffix in ("", _SAFETENSORS):
         return False
     from difflib import SequenceMatcher  # few destinations have another suffix

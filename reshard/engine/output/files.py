@@ -104,7 +104,6 @@ class FileWriter:
             self._check(file, byte_offset + start, data[start : start + BLOCK_BYTES])
 
     def _check(self, file: Descriptor, byte_offset: int, block: memoryview) -> None:
-        """Read a block back and compare it."""
         equal = _reads and _reads.equals(file.number, byte_offset, block, self._piece)
         if equal is None:  # not compiled, or the file cannot be read, which this call explains
             equal = self._read_back(file, byte_offset, len(block)) == block

@@ -154,7 +154,6 @@ class Plan:
         return _group_into_windows(parts, self._limit)
 
     def _cut_to_limit(self, extent: Extent, planner: CopyPlanner) -> Iterator[WindowPart]:
-        """Cut an extent into parts that fit into a window."""
         widest = max(extent.dtype.itemsize, planner.widest)
         regular = self.target.entries[extent.entry].layout.regular
         step = regular.step if regular else 0
@@ -399,7 +398,6 @@ class _Planners:
         self._planners: dict[int, CopyPlanner] = {}
 
     def find(self, entry: int) -> CopyPlanner:
-        """Return the planner of an entry."""
         if entry not in self._planners:
             self._planners[entry] = CopyPlanner(self._sources[entry])
         return self._planners[entry]

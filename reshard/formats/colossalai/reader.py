@@ -98,7 +98,6 @@ def _find_stage(entry: Entry) -> int:
 
 
 def _read_optimizer(location: Location, parsed: ParsedTree) -> dict[str, Any]:
-    """Read the state dict of an optimizer from its shards and its file of groups."""
     path = next(path for name, path in location.files.items() if INDEX.fullmatch(name))
     if path.name.startswith("optimizer"):
         raise UnsupportedError(

@@ -112,7 +112,6 @@ def _split_into_shards(items: Iterable[tuple[Any, Any]]) -> Iterator[tuple[dict[
 
 
 def _group_aliases(items: Iterable[tuple[Any, Any]]) -> Iterable[dict[Any, Any]]:
-    """Return each value with all its keys."""
     by_value: dict[int, dict[Any, Any]] = {}
     for key, value in items:
         by_value.setdefault(id(value), {})[key] = value

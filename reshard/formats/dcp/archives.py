@@ -86,7 +86,6 @@ class ArchiveCache:
 
 
 def _build_pattern(tail: bytes, free: dict[int, str], captured: str) -> re.Pattern[bytes]:
-    """Return a pattern of a directory with any CRCs at the `free` offsets, which have names."""
     pattern, at = b"", 0
     for offset in sorted(free):
         crc = rb"(.{4})" if free[offset] == captured else rb".{4}"

@@ -46,7 +46,6 @@ def restore(where: object, key: str, stored: GlobalTensor, shape: Index) -> Glob
 
 
 def _iterate_boxes(where: object, key: str, chunk: Chunk, part: Index) -> Iterator[Chunk]:
-    """Yield the boxes that a run of one part fills, or the same run of several parts."""
     *numbers, start = chunk.box.origin
     *counts, length = chunk.box.shape
     if start + length > prod(part):

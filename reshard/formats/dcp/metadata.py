@@ -155,7 +155,6 @@ def _parse_path(key: str, parts: Iterable[Any]) -> tuple[Any, ...]:
 def _parse_storage(
     path: Path, data: Mapping[Call, Call]
 ) -> dict[tuple[str, Index | None], tuple[str, int, int]]:
-    """Return (key, origin of the block) -> file, offset, length."""
     stored = {}
     checked: set[str] = set()  # millions of blocks are in a few thousand files
     for index, info in data.items():

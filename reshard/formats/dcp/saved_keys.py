@@ -181,7 +181,6 @@ def _find_owners(
 
 
 def _list_starts(entry: Entry, ranks: int) -> list[int]:
-    """Return the first row of each rank of the output."""
     rows = entry.shape[0] if entry.shape else 0
     return [compute_equal_piece(rows, ranks, rank)[0] for rank in range(ranks)]
 

@@ -271,7 +271,6 @@ class _DataFile:
         return start
 
     def build(self) -> OutputFile:
-        """Return the file."""
         literals = _ItemLiterals(self.starts, self.items)
         return OutputFile(self.path, self.at, literals, _ItemChecksums(self.starts, self.items))
 
@@ -338,7 +337,6 @@ class _DataFiles:
         self._divisions: dict[tuple[DType, Index, bool, bytes | None], _Division] = {}
 
     def add_tensor(self, value: Value) -> _PlacedTensor:
-        """Add the blocks of a tensor, each to the file of a rank."""
         division = self._divide(value)
         starts = array("Q", map(_DataFile.add, self._files, division.items))
         if value.entry is not None and value.numel:
@@ -361,13 +359,11 @@ class _DataFiles:
         return _PlacedObject(file, start, item.nbytes)
 
     def add_pieces(self, value: PiecedTensor) -> _PlacedTensor:
-        """Add the blocks of a tensor, all to one file."""
         slots = [Slot(storage, box.shape) for box, storage in value.pieces]
         placed = [self.add_object(slot, value.number) for slot in slots]
         return _PlacedTensor.join(value, [box for box, _ in value.pieces], placed)
 
     def add_object(self, value: Any, number: int = 0) -> _PlacedObject:
-        """Add a pickled object, or a tensor, to one of the files."""
         file = self._files[number % len(self._files)]
         item, entries = _StoredItem.lay_out(value)
         start = file.add(item)
@@ -467,7 +463,6 @@ class _MetadataBuilder:
     sizes: dict[Index, Call] = field(default_factory=dict)
 
     def build_pickle(self, where: str) -> bytes:
-        """Return the file's content."""
         announced = ((key, self._announce(leaf)) for key, leaf in self.leaves.items())
         count = sum(
             len(leaf.boxes) if isinstance(leaf, _PlacedTensor) else 1
@@ -487,7 +482,6 @@ class _MetadataBuilder:
         return cast("bytes", pickler.out)  # a copy would double the memory
 
     def _announce(self, leaf: _PlacedTensor | _PlacedObject) -> UnsharedObject:
-        """Return the metadata of a tensor or an object."""
         if isinstance(leaf, _PlacedObject):
             return UnsharedObject(f"{_METADATA}.BytesStorageMetadata")
         chunks = (
@@ -505,7 +499,6 @@ class _MetadataBuilder:
         return UnsharedObject(f"{_METADATA}.TensorStorageMetadata", state)
 
     def _make_storage_data(self) -> Iterator[tuple[UnsharedObject, UnsharedObject]]:
-        """Yield the key of each block and object, and where it is stored."""
         for key, leaf in self.leaves.items():
             if isinstance(leaf, _PlacedObject):
                 index: dict[str, Any] = {"fqn": key, "index": None}

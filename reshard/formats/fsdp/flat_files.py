@@ -132,7 +132,6 @@ def _build_raw_optimizer(
 def _build_pieces(
     flats: Sequence[Flat], model: ModelShapes, compute: DType | None, rank: int, ranks: int
 ) -> dict[str, Any]:
-    """Return a rank's pieces of flat parameters, after its views of them if there are any."""
     if compute is None:
         return {flat.key: flat.build_shard(rank, ranks) for flat in flats}
     pieces_and_views = {flat.key: flat.build_views(compute, rank, ranks) for flat in flats}
@@ -161,7 +160,6 @@ def _lay_out_files(
 
 
 def _find_plain(state: WritableState, model: ModelShapes, dtype: DType | None) -> dict[str, Value]:
-    """Return the weights that are in no flat parameter: parameters that FSDP ignores, buffers."""
     every = torch_state_dict.build_weights(state, dtype=dtype)
     owners = {fqn: weight.fqn for fqn, weight in find_ignored(state, model).items()}
     owners |= {name: name for name in model.buffers}

@@ -51,7 +51,6 @@ class _FlatState:
 
     @property
     def key(self) -> str:
-        """The name of the flat parameter."""
         return self.flat.key
 
     def build_rank(self, rank: int, ranks: int) -> dict[str, Any]:
@@ -73,7 +72,6 @@ class _WholeState:
     slots: Mapping[str, Any]
 
     def build_rank(self, _rank: int, _ranks: int) -> Mapping[str, Any]:
-        """Return the whole state."""
         return self.slots
 
 
@@ -273,7 +271,6 @@ class OrigOptimizer:
         )
 
     def _find_runs(self, rank: int, ranks: int) -> dict[str, tuple[int, int]]:
-        """Return which elements of each parameter a rank has."""
         runs = {}
         for flat in self._flats:
             starts, total = flat.place_aligned(self._compute, ranks)
@@ -286,7 +283,6 @@ class OrigOptimizer:
 
 
 def _build_step(step: float | None, slots: Collection[str]) -> dict[str, Slot | int]:
-    """Return the step as the optimizer counts it."""
     if step is None:
         return {}
     counter = torch_state_dict.build_counter(step, slots)

@@ -146,7 +146,6 @@ def build_flats(state: WritableState, model: ModelShapes, dtype: DType | None) -
 def _find_weight(
     state: WritableState, weights: Mapping[str, Weight], model: ModelShapes, fqn: str
 ) -> Weight:
-    """Return the source's weight for a parameter of the model, under any of its names."""
     aliases = (alias for alias, first in model.tied.items() if first == fqn)
     names = [fqn, *aliases]
     names += [kept for alias, kept in state.manifest.tied.items() if alias in names]

@@ -168,7 +168,6 @@ def read(location: Location, table: Table) -> Manifest:
 
 
 def _name_first_layer(key: str) -> str:
-    """Return the name in the first layer of a parameter whose key stands for all layers."""
     return (names.parse_stacked(key) or key).replace("{}", "0", 1)
 
 
@@ -198,7 +197,6 @@ def _read_weights(
 
 
 def _read_slots(keys: _KeyReader, stored: Mapping[str, GlobalTensor]) -> list[Entry]:
-    """Return the optimizer states that have the form of their parameters."""
     return [
         entry
         for key, tensor in stored.items()
@@ -303,7 +301,6 @@ def _compare_places(place: str, step: Any, args: Arguments) -> Iterator[_Pair]:
 
 
 def _compare_model(args: Arguments, whole: Mapping[tuple[str, str], Entry]) -> Iterator[_Pair]:
-    """Yield what the arguments and the tensors state about the model."""
     for what, found, value in compare_model(args, whole):
         yield what, found, "its list of tensors", value, _ARGS
 
@@ -343,7 +340,6 @@ def _strip_prefix(root: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _separate(root: Mapping[str, Any]) -> tuple[dict[str, GlobalTensor], dict[str, list[Any]]]:
-    """Return tensors by key, and objects with all their shards."""
     stored: dict[str, GlobalTensor] = {}
     objects: dict[str, list[Any]] = defaultdict(list)
     for key, value in root.items():
@@ -400,7 +396,6 @@ def _get_segment(stored: Mapping[str, GlobalTensor], base: str, name: str) -> Gl
 
 
 def _join_rows(parts: Sequence[GlobalTensor]) -> GlobalTensor:
-    """Return one tensor of the rows of several, one after the other."""
     chunks: list[Chunk] = []
     rows = 0
     for part in parts:
@@ -410,7 +405,6 @@ def _join_rows(parts: Sequence[GlobalTensor]) -> GlobalTensor:
 
 
 def _read_files(location: Location) -> tuple[ParsedTree, dict[str, Any]]:
-    """Return the tree of all keys, and what all ranks share."""
     parts = directory.list_parts(location)
     common = verl.read_stated(verl.find_root(location), parts)
     trees = verl.read_parts(parts) if parts else {"": dcp.read_flat(location)}
@@ -487,7 +481,6 @@ def _find_sharding(common: Mapping[str, Any]) -> Any:
 
 
 def _describe_form(common: Mapping[str, Any], flat: Sequence[Entry], slots: Sequence[Entry]) -> str:
-    """Return the name of the format, with the form of a distributed optimizer if there is one."""
     sharding = _find_sharding(common)
     if sharding is None and flat:
         sharding = "flat"
@@ -504,7 +497,6 @@ class _KeyReader:
         self._args = args
 
     def read_entries(self, key: str, kind: str, tensor: GlobalTensor) -> Iterator[Entry]:
-        """Yield the parameters that one stored tensor holds."""
         name = names.parse_stacked(key)
         if name is None:
             yield from self._read_experts(key, kind, tensor)
@@ -535,7 +527,6 @@ class _KeyReader:
 
 
 def _unstack(tensor: GlobalTensor) -> Iterator[GlobalTensor]:
-    """Yield the tensors that are stacked along dim 0."""
     by_index: dict[int, list[Chunk]] = defaultdict(list)
     where = tensor.chunks[0].file if tensor.chunks else "a tensor of layers without elements"
     total = counts.check_count(where, "the number of stacked layers", tensor.shape[0])

@@ -82,7 +82,6 @@ def _read(location: Location, hints: ReadHints) -> Manifest:
 
 
 def _leave_out_unread(manifest: Manifest, location: Location) -> Manifest:
-    """Return the manifest with the reason why an optimizer apart from the weights is not read."""
     folder = find_unread_optimizer(location)
     if folder is None:
         return manifest
@@ -295,7 +294,6 @@ def _keep_rows(source: Manifest, tensor_ranks: int) -> int:
 
 
 def _trim(named: Naming, wanted: MegatronTarget) -> Naming:
-    """Return the state with no more padding of the vocabulary than the output has."""
     from reshard.layouts.model_parallel import vocabulary
 
     known = named.described

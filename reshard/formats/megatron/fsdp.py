@@ -106,14 +106,12 @@ def _read_random_states(value: Any) -> dict[tuple[int, ...], Any]:
 
 
 def _get_tensors(values: Any) -> dict[str, GlobalTensor]:
-    """Return the tensors of a mapping by the names of the model."""
     found = values.items() if isinstance(values, dict) else ()
     named = ((_strip(name), as_global(value)) for name, value in found)
     return {name: tensor for name, tensor in named if tensor is not None}
 
 
 def _strip(name: Any) -> str:
-    """Return a parameter's name without the wrappers of its model."""
     text = str(name)
     while text.startswith(_WRAPPER):
         text = text.removeprefix(_WRAPPER)
@@ -142,7 +140,6 @@ def _refuse_several_pieces(
 
 
 def _read_optimizer(value: Any, fqns: Iterable[str], table: Table) -> ParsedOptimizer:
-    """Return every slot, step and group by the parameter's name."""
     result = ParsedOptimizer()
     if not isinstance(value, dict):
         return result
@@ -180,6 +177,5 @@ def _list_stored(fqn: str, table: Table) -> Iterator[str]:
 
 
 def _list_items(values: Any) -> Iterator[tuple[Any, Mapping[str, Any]]]:
-    """Yield the items of a mapping that are mappings themselves."""
     if isinstance(values, dict):
         yield from ((key, value) for key, value in values.items() if isinstance(value, dict))

@@ -75,7 +75,6 @@ def _get_matrix_shape(entry: Entry, number: str, count: int) -> Index:
 
 
 def _make_run(chunk: Chunk, shape: Index) -> tuple[int, Chunk]:
-    """Return a contiguous chunk as a run of the flat tensor, with its first element."""
     start, stop = flat_span(chunk.box, shape)
     low, high = chunk.byte_span
     if stop - start != chunk.box.volume or high - low != chunk.box.volume * chunk.dtype.itemsize:

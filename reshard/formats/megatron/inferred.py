@@ -56,7 +56,6 @@ def infer_sizes(args: Arguments, location: Location) -> Arguments:
 
 
 def _infer_axes(args: Arguments, location: Location) -> Arguments:
-    """Return arguments that state the numbers of ranks that the folders show."""
     folders = directory.list_rank_folders(location)
     numbers = {name: [int(part) for part in name.split("_")[2:]] for name in folders}
     axes = max(map(len, numbers.values()))
@@ -190,12 +189,10 @@ def _find_weight(file: RankFile, name: str) -> GlobalTensor | None:
 
 
 def _add(args: Arguments, name: str, value: Any) -> Arguments:
-    """Return arguments with one more, if they do not have it."""
     return replace(args, values={name: value, **args.values})
 
 
 def _find_first_matrix(shapes: Mapping[str, Index]) -> tuple[str, bool] | None:
-    """Return the name of an MLP's first matrix, and whether it is as wide as two of the second."""
     for name, shape in shapes.items():
         for first, second in _SECOND:
             match = first.fullmatch(name)

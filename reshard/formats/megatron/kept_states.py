@@ -35,7 +35,6 @@ def adapt(conversion: S) -> S:
 
 
 def _choose_extra_states(states: RankStates, conversion: StateConversion) -> WrittenStates:
-    """Return the extra states to write."""
     manifest, notes = conversion.manifest, conversion.notes
     wanted = MegatronTarget.of(conversion.request)
     policy, what = conversion.options.extra_state, name_extra_states(manifest)
@@ -64,7 +63,6 @@ def _choose_extra_states(states: RankStates, conversion: StateConversion) -> Wri
 def _choose_random_states(
     states: RankStates, conversion: StateConversion
 ) -> Mapping[rank_states.RankKey, object]:
-    """Return the random states to write."""
     manifest, notes = conversion.manifest, conversion.notes
     wanted, policy = MegatronTarget.of(conversion.request), conversion.request.rng
     if policy == "derive":

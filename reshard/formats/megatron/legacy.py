@@ -152,7 +152,6 @@ def _collect_extra(
 def _collect_random(
     opened: Mapping[GridPosition, RankFile], args: Arguments
 ) -> dict[tuple[int, ...], Any]:
-    """Return the random states of every rank."""
     return {
         (rank.pp, rank.tp, *([rank.ep] if args.ep > 1 else [])): file.root.get(rank_states.RNG)
         for rank, file in opened.items()
@@ -160,7 +159,6 @@ def _collect_random(
 
 
 def _check_ranks(opened: Mapping[GridPosition, RankFile], args: Arguments) -> None:
-    """Check that the ranks' files are of one save."""
     first = next(iter(opened.values()))
     for rank, file in opened.items():
         for what, value, expected in (
@@ -208,7 +206,6 @@ def _check_ranks(opened: Mapping[GridPosition, RankFile], args: Arguments) -> No
 
 
 def _check_position(rank: GridPosition, file: RankFile, args: Arguments) -> None:
-    """Check that the folder of a file has the name of the rank that saved it."""
     saver = file.args.values.get("rank")
     if type(saver) is not int or not 0 <= saver < args.world:
         return
@@ -311,7 +308,6 @@ def _claim_stages(
 
 
 def _has(file: RankFile, pattern: re.Pattern[str]) -> bool:
-    """Return whether the name of a parameter in a rank's file begins with a pattern."""
     return any(pattern.match(name) for chunk in file.chunks for name in chunk.params)
 
 
@@ -342,7 +338,6 @@ def _claim_seeds(rank: GridPosition, file: RankFile, args: Arguments) -> Iterato
 
 
 def _read_seed(state: Any) -> int | None:
-    """Read the seed with which a random state begins."""
     tensor = as_global(state)
     if (
         tensor is None

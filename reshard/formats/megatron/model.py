@@ -68,7 +68,6 @@ def list_params(
 
 
 def _list_shares(rank: GridPosition, args: Arguments) -> Iterator[ChunkShare]:
-    """Yield the share of each model chunk of a rank."""
     starts = [0, *accumulate(chain.from_iterable(args.list_layers()))]
     layers = [range(start, stop) for start, stop in pairwise(starts)]
     experts = list_experts(rank.ep, args.ep, args.experts)

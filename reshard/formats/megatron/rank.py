@@ -139,7 +139,6 @@ def open_args(path: Path) -> Arguments:
 
 
 def _walk(tree: Any, path: str, prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield every value of a model's state dict with its dotted name."""
     if not isinstance(tree, Mapping):
         raise CorruptError(
             path, f"its model is a {type(tree).__name__}, expected a state dict", OTHER_FILE

@@ -198,7 +198,6 @@ def _is_plain(value: Any) -> bool:
 
 
 def _is_local(model: Mapping[str, Any]) -> bool:
-    """Return whether the layers are Megatron-core's own, not Transformer Engine's."""
     spec = model.get("transformer_layer_spec")
     is_plain = isinstance(spec, dict) and spec.get("use_transformer_engine") is False
     return is_plain or _get_target(spec) == _LOCAL

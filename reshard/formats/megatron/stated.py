@@ -131,7 +131,6 @@ def _list_values(root: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _is_of_run(value: Any) -> bool:
-    """Return whether a value is a number, a list of these, or a word that is no place."""
     if isinstance(value, list):
         return all(isinstance(each, (int, float)) for each in value)
     is_word = isinstance(value, str) and not _OF_PLACE.search(value)

@@ -60,7 +60,6 @@ def _translate_group(hyper: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _make_scheduler(train: TrainState, groups: tuple[ParamGroup, ...]) -> Any:
-    """Return the scheduler's state with the counters that other schedulers load."""
     saved, step = train.scheduler, train.updates
     if not isinstance(saved, Mapping) or step is None:
         return saved
@@ -69,7 +68,6 @@ def _make_scheduler(train: TrainState, groups: tuple[ParamGroup, ...]) -> Any:
 
 
 def _make_config(arguments: Mapping[str, Any], ranks: int) -> dict[str, Any]:
-    """Return the batch and the clipping of gradients as a DeepSpeed config states them."""
     clip = arguments.get("clip_grad")
     config: dict[str, Any] = {"gradient_clipping": float(clip) if clip else 0.0}
     micro, total = (arguments.get(f"{size}_batch_size") for size in ("micro", "global"))

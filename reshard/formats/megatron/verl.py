@@ -66,7 +66,6 @@ def read_parts(parts: Mapping[str, Location]) -> dict[str, ParsedTree]:
 
 
 def _belongs(key: str, part: str) -> bool:
-    """Return whether verl loads a key from a part."""
     if key.startswith(_COMMON):
         return True
     if key.startswith(_RNG):

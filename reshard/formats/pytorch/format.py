@@ -48,7 +48,6 @@ class _TorchWriter(Writer):
     """A writer whose files `layouts` lays out; it is imported when the first one is written."""
 
     def lay_out(self, state: WritableState, request: Request) -> LaidOut:
-        """Lay out the files."""
         from reshard.formats.pytorch import layouts
 
         return layouts.lay_out(self.name, state, request)
@@ -69,7 +68,6 @@ class _StateDicts(_TorchWriter):
         return request.separate_masters or request.state_dict_type not in ("sharded", "full")
 
     def choose_state_dict_type(self, source: Manifest, _run: TrainerRun | None) -> StateDictType:
-        """Return the type of the source: whole files stay whole files."""
         if source.origin.format in _SHARDED:
             return "sharded"
         if any(path.endswith("pytorch_model_fsdp.bin") for path in source.files):
@@ -82,7 +80,6 @@ class _StateDicts(_TorchWriter):
         return False
 
     def describe(self, request: Request) -> str:
-        """Return the state dict type."""
         return request.state_dict_type
 
 
@@ -142,7 +139,6 @@ class _OrDeepSpeed(_StateDicts):
         return options.zero_stage is not None
 
     def describe(self, request: Request) -> str:
-        """Return the ZeRO stage or the state dict type."""
         return request.describe_zero() if request.separate_masters else request.state_dict_type
 
     def adapt(self, conversion: S) -> S:

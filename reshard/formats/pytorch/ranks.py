@@ -237,7 +237,6 @@ def refuse_copies(families: Mapping[str, OpenedRanks]) -> None:
 
 
 def _find_common_part(match: re.Match[str]) -> str:
-    """Return the part of a file's name that the files of all ranks have."""
     common = re.sub(r"[-_.]?(rank|world_size_\d+)", "", match[1])
     return common.strip("_-.") or "rank"
 

@@ -258,7 +258,6 @@ def _read_stages(
 def _select_step(
     families: dict[str, OpenedRanks],
 ) -> tuple[dict[str, OpenedRanks], list[str]]:
-    """Return the files of the last step, if every name ends with one, as nanochat's do."""
     found = {stem: _OF_STEP.fullmatch(stem) for stem in families}
     steps = {stem: int(match[1]) for stem, match in found.items() if match}
     last = max(steps.values(), default=None)
@@ -284,7 +283,6 @@ def _select_checkpoint(
 def _leave_out(
     families: dict[str, OpenedRanks], others: list[str], kind: str
 ) -> tuple[dict[str, OpenedRanks], list[str]]:
-    """Return the files without others, and a warning that names these."""
     kept = {stem: files for stem, files in families.items() if stem not in others}
     return kept, [f"{kind} were not read: {some(others)}"] if others else []
 
@@ -316,7 +314,6 @@ def _find_newest(location: Location, families: Mapping[str, OpenedRanks]) -> str
 
 
 def _is_checkpoint(family: OpenedRanks) -> bool:
-    """Return whether a file has a model with an optimizer or a step."""
     for root in family.trees.values():
         with contextlib.suppress(UnrecognisedError, UsageError):  # no model, or several
             parts = sections.find(root, "")
@@ -335,7 +332,6 @@ def _read_stage_alone(location: Location, families: Mapping[str, OpenedRanks]) -
 def _collect_parts(
     location: Location, families: dict[str, OpenedRanks], warnings: list[str]
 ) -> Collected:
-    """Collect all parts into one tree, each under the name of its file or folder."""
     whole = ParsedTree({}, str(location), {})
     if dcp.detect(location):
         _add_part(whole, None, reader.read(location))
@@ -393,7 +389,6 @@ def _add_extra_state(whole: ParsedTree, folder: Location) -> None:
 
 
 def _add_part(whole: ParsedTree, name: str | None, part: ParsedTree) -> None:
-    """Add a part's tree to the whole, at the top level if it has no name."""
     added = (
         part.root if name is None and isinstance(part.root, dict) else {name or "state": part.root}
     )
@@ -452,7 +447,6 @@ def _read_saved_modules(location: Location) -> tuple[str, ...]:
 
 
 def _find_safetensors(location: Location) -> dict[str, Path]:
-    """Return full weights in safetensors, by the name of their model."""
     weights = {
         Path(name).stem: path for name, path in location.files.items() if _WEIGHTS.fullmatch(name)
     }

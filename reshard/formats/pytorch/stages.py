@@ -90,7 +90,6 @@ def _find_common(stages: Sequence[Collection[str]]) -> str | None:
 
 
 def _are_apart(stages: Sequence[set[Layer]]) -> bool:
-    """Return whether every stage has other layers, all of one list."""
     lists = set.intersection(*({name for name, _ in layers} for layers in stages))
     return bool(lists) and len(set().union(*stages)) == sum(map(len, stages))
 

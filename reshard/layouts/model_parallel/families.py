@@ -92,7 +92,6 @@ class Family:
         return mismatches
 
     def _find_unusual(self, traits: Traits) -> Iterator[str]:
-        """Yield the traits of which the family states nothing, and that are not the usual ones."""
         lines = map(fields.parse_field, self.config.values())
         stated = {*self.when, *(line.trait for line in lines if line is not None)}
         for name, usual in traits.usual.items():
@@ -190,7 +189,6 @@ class Family:
 
 
 def _fill(lines: Mapping[str, Any], traits: Traits) -> dict[str, Any]:
-    """Return the values of keys: constants, or the traits for which their fields stand."""
     parsed = {key: fields.parse_field(line) for key, line in lines.items()}
     return {
         key: line if (of := parsed[key]) is None else of.fill(key, traits)
@@ -199,7 +197,6 @@ def _fill(lines: Mapping[str, Any], traits: Traits) -> dict[str, Any]:
 
 
 def _refuse_other_items(traits: Traits, trait: str, known: set[str]) -> None:
-    """Refuse a trait that is a mapping with items that a family's arguments do not state."""
     stated = {key: value for key, value in (traits.get(trait) or {}).items() if value is not None}
     stated.pop("type", None)  # an older name of rope_type
     if stated.keys() - known:
@@ -265,7 +262,6 @@ def _parse_user_families(path: Path) -> Iterator[Family]:
 
 
 def _parse_families(document: Mapping[str, Any], table: Table, source: str) -> Iterator[Family]:
-    """Yield the families of a table's file."""
     for model, section in document.get("families", {}).items():
         if not {"when", "config"} <= section.keys() <= _SECTIONS.keys():
             raise UsageError(
@@ -430,7 +426,6 @@ def _find_alike(model_type: str, path: Path | None) -> list[Family]:
 def _read_traits(
     family: Family, config: Mapping[str, Any], source: str
 ) -> tuple[Traits, list[str]]:
-    """Return the traits in a config by a family's lines, and what contradicts the lines."""
     # What `when` requires holds unless the config states it; `find_mismatches` compares the two.
     traits = Traits(source=source, args=None).with_values(
         {

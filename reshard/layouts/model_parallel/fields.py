@@ -55,7 +55,6 @@ def _count_first(numbers: tuple[int, ...]) -> int:
 
 
 def _list_others(numbers: Iterable[int], layers: int | None) -> list[int]:
-    """Return the numbers of the layers that are not among the given ones."""
     given = set(numbers)
     return [number for number in range(layers or 0) if number not in given]
 
@@ -183,7 +182,6 @@ class Field:
 
     @property
     def _has_null(self) -> bool:
-        """Whether null stands for a value of the trait."""
         return self.form in FORMS and FORMS[self.form].is_null
 
     def get(self, traits: Traits) -> Any:

@@ -123,7 +123,6 @@ def make_form_of_parts(name: str, parts: Sequence[int], model: Architecture) -> 
 
 
 def _make_plain(rows: int, _model: Architecture) -> FusedForm:
-    """Return the form of a tensor that is not fused."""
     return _stack(rows)
 
 
@@ -143,14 +142,12 @@ def _make_gate_up(rows: int, model: Architecture) -> FusedForm:
 
 
 def _make_gate_up_rows(rows: int, model: Architecture) -> FusedForm:
-    """Return the form of `_make_gate_up` whose one part has a row of the gate, one of up, ..."""
     half = _make_gate_up(rows, model).parts[0]
     # Two neighbouring rows of the part, gate and up, are half the tensor apart.
     return FusedForm((rows,), tuple(RowRun(0, 2 * row, row, 2, half) for row in range(half)))
 
 
 def _make_qkv(rows: int, model: Architecture) -> FusedForm:
-    """Return the form of Megatron's query, key and value, group after group of heads."""
     heads, groups = model.require("heads"), model.require("groups")
     size = model.head_dim or rows // (heads + 2 * groups)
     if heads % groups or rows != (heads + 2 * groups) * size:
@@ -223,7 +220,6 @@ def _make_delta_parts(rows: int, model: Architecture) -> FusedForm:
 
 
 def _get_delta_sizes(rows: int, model: Architecture) -> tuple[int, ...]:
-    """Return the sizes of a gated delta net (`Architecture.delta`)."""
     keys, values, key, value = model.delta if len(model.delta) == 4 else (0, 0, 0, 0)
     if not keys or values % keys or rows != 2 * (keys * key + values * value + values):
         raise UsageError(

@@ -180,7 +180,6 @@ def make_args(traits: Traits) -> dict[str, Any]:
 
 
 def _refuse_what_megatron_lacks(traits: Traits, scaling: Mapping[str, Any], kind: Any) -> None:
-    """Refuse a model that Megatron-core cannot build."""
     lacking = [
         *traits.unsupported,
         *(
@@ -202,7 +201,6 @@ def _refuse_what_megatron_lacks(traits: Traits, scaling: Mapping[str, Any], kind
 
 
 def _get_position_type(traits: Traits, kind: Any) -> str:
-    """Return ``--position-embedding-type``."""
     if traits.positions != "rope":
         return "none" if traits.positions == "none" else "learned_absolute"
     return yarn.KIND if kind == yarn.KIND else "rope"
@@ -267,7 +265,6 @@ def _list_dense_layers(args: Mapping[str, Any]) -> tuple[int, ...]:
 
 
 def _get_positions(args: Mapping[str, Any]) -> str:
-    """Return the kind of position embedding."""
     if args.get("use_rotary_position_embeddings") or args.get("use_alibi_position_embeddings"):
         return "rope" if args.get("use_rotary_position_embeddings") else "alibi"
     value = args.get("position_embedding_type")

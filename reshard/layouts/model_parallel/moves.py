@@ -37,7 +37,6 @@ def apply_moves(chunks: Iterable[Chunk], moves: Sequence[Move]) -> Iterator[Chun
 
 
 def _apply_move(chunk: Chunk, move: Move) -> Chunk | None:
-    """Return the part of a chunk that a move takes, or None."""
     origin, shape = list(move.target), []
     offset, strides = chunk.byte_offset, list(chunk.byte_strides)
     box = chunk.box

@@ -89,7 +89,6 @@ class _Renaming:
         self._new: dict[str, tuple[str, ...]] = {}
 
     def rename(self) -> RenamedState:
-        """Return the renamed manifest."""
         kept = [e for e in self.manifest.entries.values() if self.find_new_names(e.fqn)]
         copies = [e for e in self.manifest.tied_copies if self.find_new_names(e.fqn)]
         entries = index_entries(self.convert(kept))
@@ -102,11 +101,9 @@ class _Renaming:
         return RenamedState(manifest, tuple(self.notes), merged)
 
     def convert(self, entries: Iterable[Entry]) -> Iterator[Entry]:
-        """Yield the tensors of the other side."""
         raise NotImplementedError
 
     def spell(self, fqn: str) -> tuple[str, ...]:
-        """Return the names of the parts of a tensor, or of the one tensor that it is a part of."""
         raise NotImplementedError
 
     def find_new_names(self, fqn: str) -> tuple[str, ...]:
@@ -209,7 +206,6 @@ class _ToHf(_Renaming):
             yield Entry(name, kind, dtype, (len(parts), *parts[0].shape), tuple(chunks))
 
     def _cut_parts(self, entry: Entry, spelled: Spelled) -> Iterator[Entry]:
-        """Yield the tensors that a fused one is cut into."""
         line = spelled.line
         padded = spelled.found is not None and spelled.found.rule.is_vocabulary
         if not self.check_shape(entry, plain=line.is_plain and not padded):
@@ -224,7 +220,6 @@ class _ToHf(_Renaming):
             yield _transpose(piece) if line.transposed else piece
 
     def _drop_padding(self, entry: Entry) -> Entry:
-        """Return a tensor of the vocabulary without its padding rows."""
         rows, entries = entry.shape[0], self.model.vocab
         if self._keep_padding or rows == entries:
             return entry
@@ -254,7 +249,6 @@ class _FromHf(_Renaming):
         self.manifest = self._merge_copies(manifest)
 
     def _merge_copies(self, manifest: Manifest) -> Manifest:
-        """Return the manifest with each tensor that repeats another as a replica of that one."""
         merged = dict(manifest.entries)
         for (kind, fqn), entry in manifest.entries.items():
             kept = self.spellings.find_copied(fqn)
@@ -290,7 +284,6 @@ class _FromHf(_Renaming):
         return range(shape[0] if shape else self.model.require("experts"))
 
     def convert(self, entries: Iterable[Entry]) -> Iterator[Entry]:
-        """Yield each fused tensor at the position of the first of its parts."""
         # The parts of a fused tensor need not be neighbours: all are gathered before any is fused.
         gathered: dict[Key, tuple[Spelled, dict[int, Entry]]] = {}
         whole: list[Key | Entry] = []

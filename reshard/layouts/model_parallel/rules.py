@@ -173,7 +173,6 @@ class Table:
         object.__setattr__(self, "_spellings", spellings)
 
     def _list_spellings(self) -> Iterator[_Spelling]:
-        """Yield every name of every rule."""
         for rule in self.rules:
             yield _Spelling(rule, rule.name, None)
             for dialect, patterns in rule.others.items():
@@ -278,7 +277,6 @@ def load_table(name: str | Path) -> Table:
 
 @cache
 def _load_lines(name: str | Path) -> Table:
-    """Return the lines of a table and of those that it extends."""
     root = load_document(name)
     own = _parse_table(root, _describe(_find_file(name)))
     return own.prepend_to(_load_lines(root["base"])) if "base" in root else own
@@ -387,7 +385,6 @@ def refuse_malformed(source: str, value: Any, kind: Kind, what: str = "") -> Non
 
 
 def _parse_table(root: Mapping[str, Any], source: str) -> Table:
-    """Return the table that a file's sections describe."""
     lines, hf = root.get("parameters", {}), root.get("hf", {})
     if not (lines or hf or root.get("families")):
         raise UsageError(source, "has neither 'parameters' nor 'hf'", FORM)

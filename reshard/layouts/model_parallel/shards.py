@@ -119,7 +119,6 @@ def list_blocks(
 
 
 def _check_rows(fqn: str, split: Split, extent: int) -> None:
-    """Compare the extent of a fused tensor with that of its parts."""
     if split.rows is not None and split.rows != extent:
         raise CorruptError(
             fqn,
@@ -148,7 +147,6 @@ def _cut_blocks(
 
 
 def _get_widths(fqn: str, split: Split, extents: Sequence[int]) -> list[Sequence[int]]:
-    """Return the extent of each fused part on each rank."""
     total = sum(split.parts)
     if len(extents) == len(split.widths[0] if split.widths else ()):
         if [sum(widths) for widths in zip(*split.widths, strict=True)] == list(extents):

@@ -131,7 +131,6 @@ class WholeLayout:
         return (shape, blocks.pop()) if len(blocks) == 1 else -1
 
     def _mark_frozen(self) -> dict[Owner, Signature]:
-        """Return signatures that no state has."""
         return {fqn: ("frozen", fqn) for fqn in self.known.frozen if fqn in self.known.shapes}
 
     def list_fqns(self, owner: Owner) -> list[str]:
@@ -143,7 +142,6 @@ class WholeLayout:
         yield _build_whole_entry(owner, slot, value)
 
     def _is_piece(self, value: Any) -> bool:
-        """Return whether ranks have 1-d pieces of a tensor, or copies as of an ignored one."""
         is_copied = isinstance(value, LocalTensors) and as_global(value) is not None
         return _is_1d(value) or (is_copied and bool(self.known.ignored))
 
@@ -349,7 +347,6 @@ def fits_live_order(
 def _pair_owners(
     members: Sequence[Sequence[Any]], named: Sequence[Sequence[Owner | None]]
 ) -> dict[Any, Owner]:
-    """Return the owner of each number."""
     pairs = zip(members, named, strict=True)
     return {key: fqn for keys, fqns in pairs for key, fqn in zip(keys, fqns, strict=True)}
 

@@ -273,7 +273,6 @@ def may_be_divided_by_decay(groups: Sequence[Mapping[str, Any]]) -> bool:
 def _match_in_order(
     candidates: Mapping[str, Signature], group: Sequence[Signature]
 ) -> list[str] | None:
-    """Return the names if the group is all candidates, or fits into their order in one way."""
     if len(group) == len(candidates):
         pairs = zip(group, candidates.values(), strict=True)
         if all(sign in (None, expected) for sign, expected in pairs):
@@ -339,7 +338,6 @@ def _refuse_other_order(
     alike: Mapping[Signature, Sequence[str]],
     groups: NameGroups,
 ) -> None:
-    """Refuse parameters with equal signatures in a group that is not in the model's order."""
     position = {fqn: index for index, fqn in enumerate(candidates)}
     for group in groups:
         names = [fqn for fqn in group if fqn is not None]

@@ -254,7 +254,6 @@ def _list_words(path: sections.Path) -> set[str]:
 
 
 def _share_states(optimizers: Iterable[ParsedOptimizer]) -> bool:
-    """Return whether several optimizers have a state of one parameter."""
     claimed = Counter(fqn for one in optimizers for fqn in {e.fqn for e in one.entries})
     return any(count > 1 for count in claimed.values())
 

@@ -376,7 +376,6 @@ def _unflatten(value: Mapping[str, Any]) -> tuple[dict[Any, Slots], list[dict[st
 def _merge_equal_groups(
     groups: Sequence[dict[str, Any]], pool: SourceFiles
 ) -> list[dict[str, Any]]:
-    """Merge the groups that have the same hyper-parameters."""
     # Pairs of a merged group and the hyper-parameters that its members share.
     merged: list[tuple[dict[str, Any], dict[str, Any]]] = []
     for group in groups:
@@ -461,7 +460,6 @@ def _add_states(
 def _add_non_tensor_state(
     parsed: ParsedOptimizer, fqns: Sequence[str], slots: Slots, pool: SourceFiles
 ) -> None:
-    """Add the step and the values that are not tensors."""
     step = _read_step(fqns[0] if fqns else "", slots, pool)
     other = {k: to_plain(v) for k, v in slots.items() if k != "step" and not is_tensor(v)}
     for fqn in fqns:

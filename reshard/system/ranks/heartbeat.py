@@ -43,7 +43,6 @@ def publish_failure(store: Store, where: str, failure: BaseException) -> None:
 
 
 def _read_failure(store: Store) -> ReshardError | None:
-    """Return the failure that a rank published first, or None."""
     if not store.check(["failed"]):
         return None
     report: dict[str, Any] = json.loads(store.get("failed"))

@@ -159,7 +159,6 @@ class Store:
 
 
 async def _read_s3(files: Any, name: str, start: int, stop: int, etag: str) -> bytes:
-    """Read a range of an object, if its ETag is still the same."""
     bucket, key, version = files.split_path(name)
     conditions = {"IfMatch": etag} if etag else {}
     chosen = {"VersionId": version} if version else {}
@@ -183,7 +182,6 @@ async def _read_s3(files: Any, name: str, start: int, stop: int, etag: str) -> b
 
 
 async def _read_google(files: Any, name: str, start: int, stop: int, generation: str) -> bytes:
-    """Read a range of an object, if its generation is still the same."""
     condition = f"&ifGenerationMatch={generation}" if generation else ""
     span = {"Range": f"bytes={start}-{stop - 1}"}
     try:

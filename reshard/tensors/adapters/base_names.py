@@ -99,5 +99,4 @@ def _list_modules(names: Iterable[str]) -> set[str]:
 
 
 def _list_first_parts(names: Iterable[str]) -> list[str]:
-    """Return the first components of names, each with its dot."""
     return sorted({f"{name.partition('.')[0]}." for name in names if "." in name})

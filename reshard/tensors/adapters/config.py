@@ -294,7 +294,6 @@ def _leave_out_tied(values: Mapping[str, Any], layers: Iterable[str]) -> list[st
 
 
 def _find_wrong_parts(values: Mapping[str, Any], parts: Sequence[AdapterPart]) -> Iterator[str]:
-    """Yield the options whose tensors are missing, or present without the option."""
     has = {
         "use_dora": any(each.role == MAGNITUDE for each in parts),
         "lora_bias": any(each.role in OUT and each.fqn.endswith(".bias") for each in parts),

@@ -94,7 +94,6 @@ class _Tensors:
 
     @property
     def layers(self) -> list[str]:
-        """The layers that have matrices or rows."""
         layers = dict.fromkeys(base_names.strip_peft(layer) for layer in self.pairs)
         return [*layers, *self.tokens] or [fqn.rpartition(".")[0] for fqn in self.weights]
 
@@ -359,7 +358,6 @@ class _Merger:
         self._add(fqn, product)
 
     def _check_rows(self) -> None:
-        """Check that embeddings and heads still have as many rows as each other."""
         before = {entry.fqn: entry for entry in self._merged.base.entries.values()}
         for head, embedding in find_heads(self._entries):
             rows = {fqn: self._entries[fqn].shape[0] for fqn in (embedding, head)}
@@ -423,6 +421,5 @@ def _replace_rows(base: Entry, rows: Entry, numbers: Sequence[int]) -> Entry:
 
 
 def _select_rows(entry: Entry, start: int, stop: int) -> Box:
-    """Return the box of rows ``[start, stop)`` of a tensor."""
     rest = entry.shape[1:]
     return Box((start, *(0 for _ in rest)), (stop - start, *rest))

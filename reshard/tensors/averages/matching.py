@@ -182,7 +182,6 @@ class _Averager:
         self._result.means += 1
 
     def note_buffers(self) -> None:
-        """Note which buffers were averaged although they are not trained."""
         if self._buffers:
             self._result.notes.append(
                 f"buffers that differ were averaged: {some(self._buffers)}. If they are statistics"

@@ -135,7 +135,6 @@ class Mean:
         return sums.average(values, dtypes, factors, divisor, self.dtype, out)
 
     def _refuse_block(self, first: int, block: memoryview) -> None:
-        """Raise the error of a block in which a mean is infinite or not a number."""
         means = block.cast("f" if self.dtype == FLOAT32 else "d")
         at = first + next(number for number, mean in enumerate(means) if not isfinite(mean))
         raise CorruptError(

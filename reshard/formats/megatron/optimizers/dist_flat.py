@@ -127,7 +127,6 @@ class FlatBuffers:
 
     @property
     def _numbers(self) -> range:
-        """The numbers in the chain of the optimizers that have buffers or states."""
         numbers = [number for number, _ in (*self._buckets, *self._states)]
         first = min(numbers) if self._named else 0
         return range(first, 1 + max(numbers))
@@ -237,7 +236,6 @@ class FlatBuffers:
         )
 
     def _make_sample(self, rank: GridPosition) -> Sample:
-        """Return a function that returns some elements of a rank's piece of a parameter."""
         experts = list_experts(rank.ep, self._args.ep, self._args.experts)
 
         @cache

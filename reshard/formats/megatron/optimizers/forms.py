@@ -221,7 +221,6 @@ def _read_groups(
     masters: Sequence[Sequence[GlobalTensor]],
     sample: Sample,
 ) -> list[list[str | None]]:
-    """Return the parameters of every group of one optimizer."""
     stored: list[dict[str, Any]] = list(inner.get("param_groups", []))
     shapes = {param.fqn: param.shape for param in params}
     assigned = groups.assign_members(stored, shapes, args, table)
@@ -389,7 +388,6 @@ def _read_masters(
     members: Sequence[Sequence[str | None]],
     path: str,
 ) -> None:
-    """Read the fp32 copies of the 16-bit members of each group."""
     if not members or not masters:
         return
     if len(masters) != len(members):

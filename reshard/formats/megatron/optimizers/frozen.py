@@ -201,7 +201,6 @@ def choose_trained(params: Sequence[Param], masters: _Masters, sample: Sample) -
 
 
 def _fits_master(param: Param, placed: _Assignment, sample: Sample) -> bool:
-    """Return whether a parameter has the values of the master that another one was assigned."""
     same = prod(param.shape) == prod(placed.param.shape)
     return same and placed.read is not None and _has_values(param, placed.read, sample)
 

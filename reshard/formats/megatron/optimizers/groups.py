@@ -44,7 +44,6 @@ class GroupKind:
 
 
 def _classify_param(fqn: str, shape: Index, args: Arguments, table: Table) -> GroupKind:
-    """Return the kind of the group that a parameter is in."""
     is_exempt = args.flag("apply_wd_to_qk_layernorm") and any(part in fqn for part in _QK)
     return GroupKind(
         decays=(len(shape) != 1 and not fqn.endswith(".bias")) or is_exempt,
@@ -54,7 +53,6 @@ def _classify_param(fqn: str, shape: Index, args: Arguments, table: Table) -> Gr
 
 
 def _find_schedule(fqn: str, shape: Index, args: Arguments) -> str:
-    """Return which learning rates a parameter has."""
     if args.values.get("decoupled_lr") is not None and fqn in _ENDS:
         return _DECOUPLED
     optimizer = str(args.values.get("optimizer"))
@@ -113,7 +111,6 @@ def updates_matrices(
 
 
 def _classify_group(group: Mapping[str, Any], args: Arguments) -> GroupKind:
-    """Return the kind of a group by its hyperparameters."""
     scale = group.get("wd_mult", group.get("pre_wd_mult", group.get("weight_decay", 1.0)))
     schedule = _DEFAULT
     # ``default_config`` is False for a group that overrides the learning rate's schedule.

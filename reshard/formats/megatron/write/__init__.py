@@ -147,7 +147,6 @@ def _describe_torch_adam(choice: Resolved) -> Iterator[str]:
 
 
 def _describe_builder(args: Mapping[str, Any]) -> Iterator[str]:
-    """Yield a note on a model that Megatron-core has no modules for."""
     builder = args.get(BUILDER)
     if builder:
         yield (

@@ -166,7 +166,6 @@ class _Stack:
 
     @property
     def dims(self) -> int:
-        """Number of leading dims that number the members."""
         return len(next(iter(self.members)))
 
     def compute_full_shape(self) -> Index:
@@ -196,7 +195,6 @@ class _Stack:
         return (*parts, prod(self.shape) // self.ranges)
 
     def restore(self, chunk: Chunk) -> Iterator[Chunk]:
-        """Yield the blocks of the stack that a stored block is, one a part of a tensor."""
         if not self.ranges:
             yield chunk
             return
@@ -232,7 +230,6 @@ class _Stacks:
         *,
         in_ranges: bool = False,
     ) -> None:
-        """Add a tensor, or each of its segments, at its position in its stack."""
         # A tensor of one dim keeps its shape: core 0.9 has it so, and later versions load it too
         # (``load_legacy_1d_flatten_tensors``).
         has_parts = len(known.shape) + len(self._find_position(known)) > 1
@@ -254,7 +251,6 @@ class _Stacks:
             stack.members[self._find_position(known)] = entry
 
     def list_values(self) -> Iterator[tuple[str, Value]]:
-        """Yield each stack as one tensor."""
         for key, stack in self._stacks.items():
             shape = stack.compute_stored_shape()
             entry = Entry(f"{_STACKED}{key}", stack.kind, stack.dtype, shape, ())
@@ -298,7 +294,6 @@ class _Stacks:
         return layer if known.expert is None else (*layer, known.expert)
 
     def list_extra_states(self) -> Iterator[str]:
-        """Yield the keys of modules' extra states: an object for each layer and expert."""
         # GPTModel removes it from what it saves. MambaModel does not, nor BertModel with its bias.
         if self._hybrid or _OUTPUT_BIAS in self._stacks:
             yield "output_layer._extra_state/shard_0_1"
@@ -322,7 +317,6 @@ class _Stacks:
                     yield f"{module}._extra_state/shard_{'.'.join(map(str, position))}_{size}"
 
     def unstack(self, skeleton: Skeleton) -> Skeleton:
-        """Return the skeleton in terms of the tensors that are stacked."""
         entries: dict[Key, Entry] = {}
         chunks: dict[Key, list[Chunk]] = {}
         for stacked in skeleton.entries:
@@ -436,7 +430,6 @@ def _make_optimizer(choice: Resolved, groups: Sequence[MegatronGroup]) -> chain.
 
 
 def _get_common_step(choice: Resolved, groups: Sequence[MegatronGroup]) -> Slot | None:
-    """Return the step that all parameters share, if the optimizer counts each parameter."""
     members = choice.groups.members
     counted = [members[fqn] for g in groups if "step" not in g.hyper for fqn in g.fqns]
     step = find_common_count(counted, choice.state, "torch_dist has one number for all of them")

@@ -162,7 +162,6 @@ def _lay_out_group(
 def _list_pieces(
     choice: Resolved, buffer: Buffer, bucket: Bucket, slot: str
 ) -> Iterator[tuple[Box, Storage]]:
-    """Yield the pieces of a bucket's slot: parameters, and gaps that are zero."""
     weights = {local.name: local for local in buffer.weights}
     end = 0
     for member in bucket.members:

@@ -201,7 +201,6 @@ def _group_by_shape(
 
 
 def _is_plain(member: TrainedParameter) -> bool:
-    """Return whether Megatron does not decay a parameter."""
     return len(member.weight.shape) == 1 or member.fqn.endswith(".bias")
 
 

@@ -118,7 +118,6 @@ class _LegacyRank:
         return root
 
     def _build_random(self) -> dict[str, Any]:
-        """Return the random states that are kept."""
         rank, states = self._rank, self._choice.wanted.rank_states.rng
         position = (rank.stage, rank.tensor)
         state = states.get(position, states.get((*position, rank.expert)))
@@ -137,7 +136,6 @@ class _LegacyRank:
         module_state: OrderedDict[str, Any] = OrderedDict()
 
         def add_extra_state(module: str, *, expert: bool) -> None:
-            """Add a module's extra state after its parameters."""
             name = f"{module}._extra_state"
             if name in own:
                 module_state[name] = own.pop(name)
@@ -175,7 +173,6 @@ class _LegacyRank:
         return chained[0] if len(chained) == 1 else chained
 
     def _build_optimizer(self, groups: Sequence[MegatronGroup]) -> tuple[chain.State, chain.State]:
-        """Return an optimizer's own state, and its masters."""
         listed = self._list_trained()
         states: dict[int, dict[str, Any]] = {}
         param_groups = []
@@ -225,7 +222,6 @@ class _LegacyRank:
         return state | numbered
 
     def _build_buffer(self, buffer: flat.Buffer) -> dict[str, Any]:
-        """Return one buffer: its buckets end to end, without the padding at their ends."""
         members, numel = concatenate(buffer.buckets)
         starts = {member.fqn: member.start for member in members}
         tensors: dict[str, Any] = {}

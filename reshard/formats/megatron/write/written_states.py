@@ -120,14 +120,12 @@ def _get_impl(manifest: Manifest) -> str:
 
 
 def _get_source_sizes(manifest: Manifest) -> tuple[int, int, int, int]:
-    """Return the pipeline, tensor, expert and expert-tensor ranks of the source."""
     mesh = manifest.origin.mesh
     sizes = parse_mesh(mesh)
     return sizes.pipeline, sizes.tensor, sizes.expert, mesh.get("etp", sizes.tensor)
 
 
 def _get_target_sizes(sizes: Sizes) -> tuple[int, int, int, int]:
-    """Return the pipeline, tensor, expert and expert-tensor ranks of the output."""
     return sizes.pipeline, sizes.tensor, sizes.expert, sizes.expert_tensor or sizes.tensor
 
 
