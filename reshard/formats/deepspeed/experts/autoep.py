@@ -313,7 +313,9 @@ def _with_all_ranks(first: ModelStates, layers: Sequence[_ExpertLayer], size: in
     root = {**first.root, "param_shapes": groups}
     # It has patterns of AutoEP's own names, which the result does not have.
     root.pop("universal_checkpoint_info", None)
-    return replace(first, root=root, expert_ranks=tuple(ranks))
+    # Each rank's optimizer lists its own experts without the rank.
+    plain = {layer.name_rank_weight(part, 0): name for name, (layer, part) in weights.items()}
+    return replace(first, root=root, expert_ranks=tuple(ranks), wrapped_names=plain)
 
 
 def _read_weights(opened: Mapping[tuple[int, int], TorchFile]) -> Iterator[Entry]:
