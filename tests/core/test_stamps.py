@@ -10,6 +10,9 @@ import torch
 from safetensors.torch import save_file
 
 import reshard
+from reshard import formats
+from reshard.commands.split.command import plan_split
+from reshard.commands.split.options import SplitOptions
 from reshard.containers import torch_reader
 from reshard.core import stamps
 from reshard.core.stamps import KEY, Stamp
@@ -91,3 +94,33 @@ def test_two_sources_of_equal_names_and_sizes_give_two_ids(tmp_path):
     shutil.copy(tmp_path / "two_split" / last, files[last])
     with pytest.raises(CorruptError, match="files of two saves are mixed"):
         reshard.merge(tmp_path / "one_split", tmp_path / "out.safetensors")
+
+
+@pytest.mark.parametrize(
+    ("options", "save_id"),
+    [
+        ({"to": "torch"}, "bd0795e52744ef9865d0baaa7acda604"),
+        ({"to": "dcp", "dtype": "bf16"}, "26f84e0a6fb3402d1f424d6b87f4fca0"),
+        (
+            {"to": "fsdp2", "mesh": "dp_replicate=2,dp_shard=2", "device": "cpu"},
+            "9e7d524365e25a8216341589f348d870",
+        ),
+        ({"to": "deepspeed", "world_size": 2, "zero_stage": 3}, "243d5bfd17b82d7ecdd9c3c23e9b3fc6"),
+        (
+            {"to": "accelerate", "world_size": 2, "zero_stage": 1, "dtype": "fp16"},
+            "edc632ebf70fc14b0ac627d2b524528e",
+        ),
+    ],
+)
+def test_the_same_command_writes_the_same_id(tmp_path, options, save_id):
+    """The id is a part of every output, so no change of the code may change it."""
+    tensors = {
+        "layer.weight": {"dtype": "F32", "shape": [4, 2], "data_offsets": [0, 32]},
+        "layer.bias": {"dtype": "F32", "shape": [4], "data_offsets": [32, 48]},
+    }
+    header = json.dumps(tensors).encode()
+    source = tmp_path / "model.safetensors"
+    source.write_bytes(len(header).to_bytes(8, "little") + header + bytes(range(48)))
+    chosen = SplitOptions(**options, init_optimizer="none")
+    job = plan_split(formats.read(source), tmp_path / "out", chosen)
+    assert job.save_id == save_id
