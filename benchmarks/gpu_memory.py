@@ -28,8 +28,8 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from reshard.sizing.families import count_config
+from reshard.sizing.rank_share import take_share
 from reshard.sizing.setup import Cluster, Training
-from reshard.sizing.share import take_share
 from reshard.sizing.strategies import STRATEGIES, forecast_one
 from tests.support.model_configs import GPT2_MEDIUM, LLAMA_1B
 

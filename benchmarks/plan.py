@@ -15,8 +15,8 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from reshard.sizing.families import count_config
+from reshard.sizing.rank_share import take_share
 from reshard.sizing.setup import Cluster, Training
-from reshard.sizing.share import take_share
 from reshard.sizing.sources import count_parameters
 from reshard.sizing.strategies import STRATEGIES, forecast, forecast_one
 

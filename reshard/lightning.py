@@ -158,13 +158,13 @@ class _StrategyLoader:
         return read_for_model(self._source, parameters, buffers, options, live)
 
     def _load_model(self, *, strict: bool) -> None:
-        from reshard.live.dcp.objects import load_model
+        from reshard.live.dcp.live_objects import load_model
 
         assert self._manifest is not None
         load_model(self._trainer.strategy.model, self._manifest, strict=strict, trust=self._trust)
 
     def _load_optimizer(self) -> None:
-        from reshard.live.dcp.objects import load_optimizer
+        from reshard.live.dcp.live_objects import load_optimizer
 
         assert self._manifest is not None
         optimizers = self._trainer.optimizers

@@ -101,7 +101,7 @@ def load_states(
         ReshardError: on every rank; the source cannot be read or trusted, or belongs to another
             model, or a value differs from it after the load.
     """
-    from reshard.live.dcp.objects import fill_model_state, fill_optimizer_state
+    from reshard.live.dcp.live_objects import fill_model_state, fill_optimizer_state
     from reshard.live.safe_load import load_extra_state
 
     objects = {name: value for name, value in states.items() if hasattr(value, "load_state_dict")}

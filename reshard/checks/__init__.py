@@ -13,7 +13,7 @@ trajectory
 names     the names of all checks; result: what one check found
 opening   opens a source that may be damaged
 quick     the checks that read no tensor data
-scan      reads every byte, once if possible; values: examines elements (NaN, signs, zeros);
+scan      reads every byte, once if possible; element_facts: examines elements (NaN, signs, zeros);
           gaps: finds bytes between tensors
 deep      the checks that use the results of the scan
 hashes    manifests of contents: the digests of every tensor

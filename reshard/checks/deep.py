@@ -9,6 +9,7 @@ from typing import Any
 from reshard import units
 from reshard.checks import names
 from reshard.checks.digests import Digest
+from reshard.checks.element_facts import ElementFacts
 from reshard.checks.gaps import count_unexpected, find_gaps
 from reshard.checks.identity.crosscheck import are_comparable
 from reshard.checks.result import Check, not_applicable
@@ -21,7 +22,6 @@ from reshard.checks.scan import (
     find_chunk,
     split_replicas,
 )
-from reshard.checks.values import ElementFacts
 from reshard.core.box import index_of
 from reshard.core.dtypes import FLOAT32, DType
 from reshard.core.manifest import BUFFER, MASTER, PARAM, WEIGHT_KINDS, Entry, Key, Manifest

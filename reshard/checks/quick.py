@@ -27,9 +27,9 @@ from reshard.core.box import Box, Index
 from reshard.core.location import Location
 from reshard.core.manifest import BUFFER, PARAM, WEIGHT_KINDS, Entry, Manifest
 from reshard.errors import CorruptError, DifferentError, UnsupportedError, UsageError
-from reshard.formats import placeholders, run
+from reshard.formats import placeholders, run_directory
 from reshard.model import ModelHint, ModelShapes
-from reshard.model.order import list_missing_in_layers
+from reshard.model.model_order import list_missing_in_layers
 from reshard.model.published import Published
 from reshard.state_dict.assemble import ANOTHER
 from reshard.state_dict.global_tensor import GlobalTensor
@@ -206,7 +206,7 @@ def _find_extra_random_states(manifest: Manifest) -> Iterator[str]:
 def _find_newer_checkpoint(manifest: Manifest, sources: Sequence[Path]) -> Iterator[str]:
     if len(sources) != 1 or not sources[0].is_dir():
         return
-    numbers = run.list_numbered(Location([sources[0]]))
+    numbers = run_directory.list_numbered(Location([sources[0]]))
     read = {as_path(path).parent.resolve() for path in manifest.files}
     used = [n for n, each in numbers.items() if any(_is_inside(r, each.path) for r in read)]
     if used and max(numbers) > max(used):

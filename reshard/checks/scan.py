@@ -17,7 +17,7 @@ from reshard.checks import names
 from reshard.checks.compare import TensorDifference, Tolerance, compare_blocks
 from reshard.checks.digests import Digest
 from reshard.checks.digests import start as start_hash
-from reshard.checks.values import ElementFacts, examine
+from reshard.checks.element_facts import ElementFacts, examine
 from reshard.core.box import Box, contiguous_cuts, flat_span
 from reshard.core.chunks import Chunk, group_by_box
 from reshard.core.dtypes import BFLOAT16, FLOAT32, DType

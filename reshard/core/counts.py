@@ -12,7 +12,6 @@ from typing import Any
 from reshard.errors import ALTERED, CorruptError, shown
 
 MOST = 1 << 20  # upper bound of ranks, layers and experts
-_MOST_ELEMENTS = 1 << 63
 _MOST_DIGITS = 9  # digits of an index
 # Keys of a model's config that transformers' models cannot do without, so that 0 is impossible.
 _SIZES = frozenset(
@@ -76,20 +75,6 @@ def check_config(where: object, config: Mapping[str, Any]) -> None:
                 raise CorruptError(
                     where, f"states {shown(number)} for {key}; expected {expected}", ALTERED
                 )
-
-
-def check_numel(where: object, what: str, value: Any) -> int:
-    """Return a value if it is a number of elements, at least 0.
-
-    Raises:
-        CorruptError: the value is not such a number.
-    """
-    if type(value) is not int or not 0 <= value < _MOST_ELEMENTS:
-        raise CorruptError(
-            where,
-            f"states that {what} has {shown(value)} elements; expected a number of at least 0",
-        )
-    return value
 
 
 def parse_index(text: str) -> int | None:

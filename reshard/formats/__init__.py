@@ -2,21 +2,19 @@
 
 Modules beside the packages of the formats:
 
-    base        the interface of a format: sources, writers, and a conversion between them
-    registry    all formats: those of this project and those that other packages declare
-    request     the options of an output, with nothing left open
-    target_options
-                the options that only some writers use
-    unclear     refusals of paths that are not a checkpoint by themselves, with hints
-    run         the choice of a checkpoint in a run directory
-    beside      files beside tensors: the trainer's state, its scheduler, random states
-    unread      files of a checkpoint that no reader used
-    values      the values of weights that files store as codes and scales
-    placeholders
-                weights without elements, which ZeRO 3 leaves in a module
+    base            the interface of a format: sources, writers, and a conversion between them
+    registry        all formats: those of this project and those that other packages declare
+    request         the options of an output, with nothing left open
+    target_options  the options that only some writers use
+    refused_paths   refusals of paths that are not a checkpoint by themselves, with hints
+    run_directory   the choice of a checkpoint in a run directory
+    adjacent_files  files beside tensors: the trainer's state, its scheduler, random states
+    unread          files of a checkpoint that no reader used
+    coded_values    the values of weights that files store as codes and scales
+    placeholders    weights without elements, which ZeRO 3 leaves in a module
     parameter_kinds
-                which weights are parameters, and which are buffers
-    engines     known defects of the engines that load checkpoints
+                    which weights are parameters, and which are buffers
+    engines         known defects of the engines that load checkpoints
 """
 
 from __future__ import annotations
@@ -39,7 +37,7 @@ from reshard.errors import (
     UsageError,
     understood,
 )
-from reshard.formats import placeholders, registry, run, unclear, unread
+from reshard.formats import placeholders, refused_paths, registry, run_directory, unread
 from reshard.formats.base import ReadHints
 from reshard.formats.pytorch.directory import find_whole
 from reshard.formats.pytorch.lost_files import naming_lost_files
@@ -108,7 +106,7 @@ def read(  # noqa: PLR0913 - a keyword an option
             location, force, ReadHints(tag, key, model, wrap, rules, live, alike or {})
         )
         if not force:
-            unclear.refuse_parts_of_megatron(manifest)
+            refused_paths.refuse_parts_of_megatron(manifest)
     manifest = _fix_versions(manifest)
     if prove:
         prove_whole(manifest)
@@ -156,7 +154,7 @@ def _naming_others(location: Location) -> Iterator[None]:
     try:
         yield
     except (IncompleteError, CorruptError) as error:
-        tags = [] if location.chosen else run.list_tags(location)
+        tags = [] if location.chosen else run_directory.list_tags(location)
         parts = as_path(error.where).parts
         others = [tag for tag in tags if tag not in parts]
         if others and len(others) < len(tags):
@@ -173,17 +171,17 @@ def _read_as(location: Location, force: str | None, hints: ReadHints) -> Manifes
             raise UnrecognisedError(location, f"is not a {force} checkpoint", "leave out --from")
         return _read_at(location, force, hints)
     # Before detection, because one shard of a model would pass for a whole one.
-    unclear.refuse_one_of_many(location)
+    refused_paths.refuse_one_of_many(location)
     # A tag chooses inside a run, so a checkpoint directly at the path is not what is meant.
     whole = None if hints.tag else find_whole(location)
     if whole is not None:
         note = f"{location} is a part of {whole}, which was read"
         manifest = _read_as(whole, None, hints)
         return replace(manifest, warnings=(*manifest.warnings, note))
-    name = unclear.find_format(location) if hints.tag is None else None
+    name = refused_paths.find_format(location) if hints.tag is None else None
     if name is None:
         return _read_run(location, hints)
-    unclear.refuse_beside_runs(location)
+    refused_paths.refuse_beside_runs(location)
     return _read_at(location, name, hints)
 
 
@@ -203,7 +201,9 @@ def _read_at(location: Location, name: str, hints: ReadHints) -> Manifest:
     notes += unread.describe(left)
     # A checkpoint with an optimizer may itself be in a numbered folder (DeepSpeed, Megatron).
     below = (
-        "" if manifest.has_optimizer else unclear.find_checkpoint_below(location, manifest.files)
+        ""
+        if manifest.has_optimizer
+        else refused_paths.find_checkpoint_below(location, manifest.files)
     )
     if below:
         notes.append(f"{below} is a checkpoint of the run, and was not read: pass it for its state")
@@ -219,7 +219,9 @@ def _read_run(location: Location, hints: ReadHints) -> Manifest:
     if location.chosen and location.path.stat().st_size == 0:
         raise IncompleteError(location, "is empty", "fetch it again")
     checkpoint = (
-        None if location.chosen else run.find_checkpoint(location, hints.tag, unclear.is_checkpoint)
+        None
+        if location.chosen
+        else run_directory.find_checkpoint(location, hints.tag, refused_paths.is_checkpoint)
     )
     name = registry.detect(checkpoint) if checkpoint else None
     if checkpoint and name:
@@ -228,7 +230,7 @@ def _read_run(location: Location, hints: ReadHints) -> Manifest:
         for each in registry.list_formats():
             if each.reads_tags and each.detect(location):
                 return each.read(location, hints)  # raises an error that lists the tags
-        tags = run.list_tags(location)
+        tags = run_directory.list_tags(location)
         if tags or registry.detect(location):
             raise UnrecognisedError(
                 location,
@@ -237,13 +239,15 @@ def _read_run(location: Location, hints: ReadHints) -> Manifest:
                 if tags
                 else "leave out --tag, or pass the name of a file in it",
             )
-    below = unclear.find_run(location)
+    below = refused_paths.find_run(location)
     if below is not location:
         manifest = _read_as(below, None, hints)
         note = f"{below} was read, the only run in {location}"
         return replace(manifest, warnings=(*manifest.warnings, note))
     _refuse_missing_weights(location)
-    raise UnrecognisedError(location, "not a recognized checkpoint", unclear.suggest(location))
+    raise UnrecognisedError(
+        location, "not a recognized checkpoint", refused_paths.suggest(location)
+    )
 
 
 def _refuse_missing_weights(location: Location) -> None:

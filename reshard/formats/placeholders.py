@@ -119,9 +119,9 @@ def _describe_ranks(manifest: Manifest) -> str:
 
 def _read_shapes_beside(manifest: Manifest) -> dict[str, tuple[int, ...]] | None:
     """Return the shapes of the model whose config is beside the checkpoint; None if unknown."""
-    from reshard.formats import beside  # imported here: only placeholders need it
+    from reshard.formats import adjacent_files  # imported here: only placeholders need it
 
-    model_hint: ModelHint | None = beside.find_model(
+    model_hint: ModelHint | None = adjacent_files.find_model(
         Location([get_directory(manifest.origin.path)]), None
     )
     if model_hint is None:

@@ -14,7 +14,7 @@ from pathlib import PurePosixPath
 
 from reshard.core.location import Location, get_directory
 from reshard.core.manifest import Manifest
-from reshard.formats import beside, run
+from reshard.formats import adjacent_files, run_directory
 from reshard.system.paths import as_path, is_remote
 from reshard.training.companion_files import CONFIG_FOLDERS, is_companion
 from reshard.units import counted, some
@@ -109,25 +109,29 @@ def _list_levels(location: Location, manifest: Manifest) -> Iterator[tuple[Locat
     level = location if origin in location.directories else Location([origin], inner=True)
     yield level, ""
     above = level.get_parent()
-    if level.name in run.PARTS or _is_of_trainer(above):
+    if level.name in run_directory.PARTS or _is_of_trainer(above):
         yield above, level.name
 
 
 def _is_of_trainer(location: Location) -> bool:
     """Return whether HF Trainer or Accelerate saved a checkpoint into a directory."""
-    return beside.TRAINER_STATE in location.files or bool(beside.list_random_files(location))
+    return adjacent_files.TRAINER_STATE in location.files or bool(
+        adjacent_files.list_random_files(location)
+    )
 
 
 def _is_known(name: str, manifest: Manifest) -> bool:
     """Return whether a file is no part of the state, or one that is read without being listed."""
     if _NO_STATE.fullmatch(name) or is_companion(name):
         return True
-    return beside.is_read(name, manifest.train)
+    return adjacent_files.is_read(name, manifest.train)
 
 
 def _is_passed_over(folder: str) -> bool:
     """Return whether a folder is another checkpoint of the run, or holds no state by its name."""
-    return run.parse_number(folder) is not None or bool(_NO_STATE_FOLDER.fullmatch(folder))
+    return run_directory.parse_number(folder) is not None or bool(
+        _NO_STATE_FOLDER.fullmatch(folder)
+    )
 
 
 def _walk(folder: Location, name: str, depth: int) -> Iterator[tuple[str, str]]:

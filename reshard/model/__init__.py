@@ -11,7 +11,7 @@ conversion     a training state between two forms of a model
 tracing        tensors without values that record how they are made
 adapter_names  names of LoRA tensors in the model and in PEFT's file
 library        whether transformers converts a model, without importing it
-order          weights and training states in the order of the model
+model_order    weights and training states in the order of the model
 norm_buffers   the buffers of batch norms, by their names alone
 weight_decay   which parameters HF Trainer's optimizer decays
 """

@@ -8,10 +8,10 @@ from shlex import quote
 from typing import Any
 
 from reshard.errors import UsageError
-from reshard.sizing.choice import Choice
 from reshard.sizing.model import ModelSizes
 from reshard.sizing.setup import Cluster, Training, count_accumulation
 from reshard.sizing.strategies import BUCKET_ELEMENTS, LIVE_ELEMENTS
+from reshard.sizing.strategy_choice import Choice
 from reshard.system.paths import as_path
 
 SUFFIXES = (".json", ".yaml", ".yml", ".sh")

@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from reshard.sizing.model import ModelSizes
+from reshard.sizing.rank_share import RankShare, take_share
 from reshard.sizing.setup import (
     STATE_BYTES,
     Cluster,
@@ -21,7 +22,6 @@ from reshard.sizing.setup import (
     count_accumulation,
     count_data_ranks,
 )
-from reshard.sizing.share import RankShare, take_share
 
 MARGIN = 0.08
 """Part of a GPU that is left free, for the CUDA context, NCCL and fragmentation.

@@ -9,7 +9,7 @@ from dataclasses import replace
 from typing import Any
 
 from reshard.containers.pickles import trust
-from reshard.containers.pickles.objects import SCHEDULER
+from reshard.containers.pickles.script_values import SCHEDULER
 from reshard.core.box import Index
 from reshard.core.chunks import Chunk
 from reshard.core.keys import strip_wrappers

@@ -11,7 +11,7 @@ from collections.abc import Container, Iterator, Mapping
 from typing import Any
 
 from reshard.containers import numpy_arrays
-from reshard.containers.pickles.objects import iterate_parts
+from reshard.containers.pickles.script_values import iterate_parts
 from reshard.containers.pickles.values import Call
 from reshard.containers.torch_objects import StoredBuffer, Tensor, is_wrapped
 from reshard.errors import IncompleteError, UnsupportedError

@@ -10,7 +10,7 @@ from dataclasses import replace
 from typing import Any
 
 from reshard.containers.numpy_arrays import Array
-from reshard.containers.pickles.objects import (
+from reshard.containers.pickles.script_values import (
     OF_CALLS,
     SCHEDULER,
     can_be_written,

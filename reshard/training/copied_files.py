@@ -103,7 +103,7 @@ def select_entries(manifest: Manifest, skeleton: Skeleton) -> list[Entry]:
 
 def collect_own_tensors(train: TrainState) -> dict[str, Entry]:
     """Return the tensors in a script's own values by name."""
-    from reshard.containers.pickles.objects import iterate_parts
+    from reshard.containers.pickles.script_values import iterate_parts
 
     parts = (part for value in train.objects.values() for part in iterate_parts(value))
     return {part.fqn: part for part in parts if isinstance(part, Entry)}

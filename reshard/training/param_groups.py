@@ -19,7 +19,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from reshard.containers.pickles import objects
+from reshard.containers.pickles import script_values
 from reshard.core.keys import compile_patterns
 from reshard.core.manifest import MEMBER_LISTS, ParamGroup
 from reshard.errors import UsageError
@@ -244,7 +244,7 @@ def replace_groups(
     """
     scheduler, notes = _regroup_scheduler(state, origins, groups)
     train = state.manifest.train
-    kept = {key: value for key, value in train.objects.items() if key != objects.SCHEDULER}
+    kept = {key: value for key, value in train.objects.items() if key != script_values.SCHEDULER}
     same = scheduler == train.scheduler
     # The object as it was saved has the lists of the old groups: a target would prefer it.
     train = replace(train, scheduler=scheduler, objects=train.objects if same else kept)

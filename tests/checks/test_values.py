@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from reshard.checks import values
+from reshard.checks import element_facts
 from reshard.core import dtypes
 
 FLOATS = [d for d in dtypes.ALL if d.family in ("float", "float8", "complex")]
@@ -15,7 +15,7 @@ OTHERS = [d for d in dtypes.ALL if d.family in ("int", "bool")]
 
 
 def seen(raw: bytes, dtype, **options):
-    return values.examine(bytearray(raw), dtype, 0, signs=True, **options)
+    return element_facts.examine(bytearray(raw), dtype, 0, signs=True, **options)
 
 
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
@@ -43,16 +43,16 @@ def test_other_elements_are_zero_or_not(dtype):
     assert seen(bytes(6 * dtype.itemsize), dtype).is_zero
     raw = bytearray(6 * dtype.itemsize)
     raw[-1] = 1
-    assert seen(raw, dtype) == values.ElementFacts(is_zero=False)
+    assert seen(raw, dtype) == element_facts.ElementFacts(is_zero=False)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16", "float64"])
 def test_places_count_from_the_start_of_the_tensor(dtype, monkeypatch):
-    monkeypatch.setattr(values, "_BLOCK", 4)
+    monkeypatch.setattr(element_facts, "_BLOCK", 4)
     numbers = torch.ones(11, dtype=getattr(torch, dtype))
     numbers[6], numbers[9], numbers[10] = float("inf"), -2, float("nan")
     raw = bytearray(numbers.view(torch.uint8).numpy().tobytes())
-    found = values.examine(raw, dtypes.BY_NAME[dtype], 100, signs=True)
+    found = element_facts.examine(raw, dtypes.BY_NAME[dtype], 100, signs=True)
     assert (found.first_nonfinite, found.first_negative) == (106, 109)
     assert (found.nan, found.infinite, found.negative) == (1, 1, 1)
-    assert values.examine(raw, dtypes.BY_NAME[dtype], 0, signs=False).negative == 0
+    assert element_facts.examine(raw, dtypes.BY_NAME[dtype], 0, signs=False).negative == 0

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import reshard
-from reshard.containers.pickles import objects, unpickle
+from reshard.containers.pickles import script_values, unpickle
 from reshard.containers.pickles.pickler import Pickler
 from reshard.containers.pickles.values import UnsharedItems, UnsharedObject
 from reshard.errors import UnsafeError
@@ -49,7 +49,7 @@ def test_a_namespace_keeps_its_enums_and_dtypes():
     wanted = vars(NAMESPACE).copy()
     del wanted["odd"]
     assert vars(found) == wanted
-    assert objects.list_left_out("args", to_plain(root["args"]), held["args"]) == ["args.odd"]
+    assert script_values.list_left_out("args", to_plain(root["args"]), held["args"]) == ["args.odd"]
 
 
 def test_a_signal_that_python_3_10_saved_is_kept():
@@ -70,7 +70,7 @@ def test_other_names_of_the_module_signal_are_refused(name):
 def test_a_value_that_holds_itself_ends():
     held: list[object] = [signal.SIGINT]
     held.append(held)
-    assert objects.can_be_written(read(held))
+    assert script_values.can_be_written(read(held))
 
 
 def test_megatron_deepspeed_s_arguments_say_the_new_grid():

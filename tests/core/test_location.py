@@ -17,7 +17,7 @@ from reshard.errors import (
     UnrecognisedError,
     UsageError,
 )
-from reshard.formats import beside, read
+from reshard.formats import adjacent_files, read
 
 
 def write(path, content=b"x"):
@@ -160,7 +160,7 @@ def test_no_path_at_all():
 
 def test_an_empty_name_of_a_base_model_is_no_path(tmp_path):
     write(tmp_path / "adapter_config.json", b'{"base_model_name_or_path": ""}')
-    assert beside.find_model(Location.from_paths([tmp_path]), None) is None
+    assert adjacent_files.find_model(Location.from_paths([tmp_path]), None) is None
 
 
 @pytest.mark.parametrize("asked", ["link", "link/deeper"])

@@ -14,7 +14,7 @@ from reshard.core import dtypes
 from reshard.core.box import Box, row_major, whole
 from reshard.core.chunks import Chunk
 from reshard.core.manifest import Entry, OutputFile, Skeleton, SourceFile
-from reshard.engine.move import share
+from reshard.engine.move import distribution
 from reshard.engine.move.execute import execute
 from reshard.engine.move.fill import Filler
 from reshard.engine.move.options import MoveOptions
@@ -211,7 +211,8 @@ def test_progress_counts_every_output_byte_once(tmp_path):
 def test_workers_take_batches_of_different_files_in_turn(workers):
     batches = [(Window(file, at, 1, ()),) for file in "abc" for at in range(4)]
     taken = [
-        (window.file, window.byte_offset) for (window,) in share.interleave_files(batches, workers)
+        (window.file, window.byte_offset)
+        for (window,) in distribution.interleave_files(batches, workers)
     ]
     assert sorted(taken) == [(window.file, window.byte_offset) for (window,) in batches]
     for file in "abc":
@@ -220,7 +221,7 @@ def test_workers_take_batches_of_different_files_in_turn(workers):
 
 
 def test_a_file_of_more_batches_than_are_held_goes_through_in_order(monkeypatch):
-    monkeypatch.setattr(share, "_LOOKAHEAD", 3)
+    monkeypatch.setattr(distribution, "_LOOKAHEAD", 3)
     batches = [(Window(file, at, 1, ()),) for file in "ab" for at in range(10)]
     seen = []
 
@@ -229,6 +230,6 @@ def test_a_file_of_more_batches_than_are_held_goes_through_in_order(monkeypatch)
             seen.append(batch)
             yield batch
 
-    for number, batch in enumerate(share.interleave_files(planned(), 2), start=1):
+    for number, batch in enumerate(distribution.interleave_files(planned(), 2), start=1):
         assert len(seen) <= number + 3, batch
     assert len(seen) == number == 20

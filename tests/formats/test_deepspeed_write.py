@@ -30,7 +30,7 @@ from reshard.core.manifest import (
 from reshard.engine.planning.planner import Plan
 from reshard.errors import IncompleteError, UnsafeError, UnsupportedError, UsageError
 from reshard.formats.deepspeed import order, write
-from reshard.formats.deepspeed.write import objects, spec, universal
+from reshard.formats.deepspeed.write import pickled_objects, spec, universal
 from reshard.formats.deepspeed.write.spec import find_precision, resolve_spec
 from reshard.formats.deepspeed.write.stage12 import make_rank_states
 from reshard.formats.request import Request
@@ -292,13 +292,15 @@ def test_a_scaler_begins_where_training_was_not_scaled():
     assert (
         "65536" in write.lay_out(state, Request(world_size=1, zero_stage=2, dtype=FLOAT16)).notes[0]
     )
-    assert resolve_spec(state, Request(world_size=1, zero_stage=2)).scaler == objects.UNSCALED
+    assert (
+        resolve_spec(state, Request(world_size=1, zero_stage=2)).scaler == pickled_objects.UNSCALED
+    )
 
 
 @pytest.mark.parametrize("power", ["16", -1, 1024, True])
 def test_a_scale_that_no_float_has_is_refused(power):
     with pytest.raises(UsageError, match="expected a number from 0 to 1023"):
-        objects.make_initial_scaler({"initial_scale_power": power})
+        pickled_objects.make_initial_scaler({"initial_scale_power": power})
 
 
 @pytest.mark.parametrize(("numel", "is_named"), [(4, True), (5, False)])
@@ -311,11 +313,11 @@ def test_a_group_of_which_the_last_rank_has_no_element_is_named(numel, is_named)
 
 def test_a_scaler_of_stage_0_becomes_whole():
     loose = {"cur_scale": 128.0, "cur_iter": 4, "last_overflow_iter": 1, "scale_factor": 2.0}
-    whole_again = objects.complete_scaler({**loose, "scale_window": 500}, {"hysteresis": 3})
+    whole_again = pickled_objects.complete_scaler({**loose, "scale_window": 500}, {"hysteresis": 3})
     assert whole_again["cur_scale"] == 128.0
     assert whole_again["scale_window"] == 500
     assert whole_again["cur_hysteresis"] == 3
-    assert objects.make_scaler_keys(whole_again, 9) == {
+    assert pickled_objects.make_scaler_keys(whole_again, 9) == {
         "dynamic_loss_scale": True,
         **loose,
         "scale_window": 500,

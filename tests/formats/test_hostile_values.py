@@ -18,9 +18,9 @@ from reshard.core.box import whole
 from reshard.core.chunks import contiguous
 from reshard.core.dtypes import FLOAT32
 from reshard.errors import CorruptError, UnsafeError
-from reshard.formats.deepspeed import cuts, native
+from reshard.formats.deepspeed import cuts, tag_directory
 from reshard.formats.megatron import arguments
-from reshard.formats.megatron.optimizers import forms
+from reshard.formats.megatron.optimizers import rank_optimizer
 from reshard.formats.megatron.write import groups
 from reshard.layouts.model_parallel.rules import load_table
 from reshard.layouts.model_parallel.traits import Traits
@@ -144,7 +144,7 @@ def test_a_value_of_another_kind_is_named(tmp_path, checkpoint, files, keys, val
 
 
 def test_what_a_reader_trips_over_is_corrupt_and_not_a_bug(monkeypatch, zero):
-    monkeypatch.setattr(native, "open_first", lambda _files: 7)
+    monkeypatch.setattr(tag_directory, "open_first", lambda _files: 7)
     with pytest.raises(CorruptError, match="not have the structure of its format") as caught:
         formats.read(zero)
     assert isinstance(caught.value.__cause__, AttributeError)
@@ -170,7 +170,7 @@ def test_megatron_s_arguments_and_groups_of_another_kind():
     with pytest.raises(CorruptError, match=r"args\.tensor_model_parallel_size is '2', expected"):
         arguments.parse({"tensor_model_parallel_size": "2"}, "rank 0")
     with pytest.raises(CorruptError, match=r"optimizer.param_groups\[0\] is 7, expected a dict"):
-        forms.read(
+        rank_optimizer.read(
             {"param_groups": [7]},
             [],
             arguments.parse({}, "rank 0"),

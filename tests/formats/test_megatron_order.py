@@ -7,7 +7,7 @@ from itertools import filterfalse
 
 import pytest
 
-from reshard.formats.megatron import order
+from reshard.formats.megatron import parameter_order
 from reshard.layouts.model_parallel.rules import load_whole_table
 
 NAMES = {
@@ -25,21 +25,23 @@ def name_first(pattern: str, last: str = "weight") -> str:
 
 def test_every_name_of_a_table_has_a_place():
     assert len(NAMES) > 50
-    assert sorted(filterfalse(order.has_place, map(name_first, NAMES))) == []
+    assert sorted(filterfalse(parameter_order.has_place, map(name_first, NAMES))) == []
 
 
 @pytest.mark.parametrize("pattern", sorted(name for name in NAMES if "{p}" in name))
 def test_a_bias_is_behind_its_weight(pattern):
     """As ``named_parameters`` lists them; torch_dist may list either first."""
-    weight, bias = (order.sort_key(name_first(pattern, last)) for last in ("weight", "bias"))
+    weight, bias = (
+        parameter_order.sort_key(name_first(pattern, last)) for last in ("weight", "bias")
+    )
     assert weight < bias
 
 
 def test_a_module_that_megatron_lacks_has_none():
-    assert not order.has_place("decoder.layers.0.self_attention.gate.weight")
-    assert not order.has_place("mtp.layers.0.other.weight")
-    assert order.has_place("mtp.layers.0.transformer_layer.mlp.linear_fc2.weight")
-    assert order.has_place("output_layer.weight")
+    assert not parameter_order.has_place("decoder.layers.0.self_attention.gate.weight")
+    assert not parameter_order.has_place("mtp.layers.0.other.weight")
+    assert parameter_order.has_place("mtp.layers.0.transformer_layer.mlp.linear_fc2.weight")
+    assert parameter_order.has_place("output_layer.weight")
 
 
 def test_towers_keep_the_order_of_their_file_behind_the_language_model():
@@ -56,5 +58,5 @@ def test_towers_keep_the_order_of_their_file_behind_the_language_model():
         "vision_model.decoder.layers.0.input_layernorm.weight",
         "vision_projection.encoder.linear_fc1.weight",
     ]
-    assert order.find_misplaced(names) is None
-    assert order.find_misplaced(reversed(names)) == names[-1]
+    assert parameter_order.find_misplaced(names) is None
+    assert parameter_order.find_misplaced(reversed(names)) == names[-1]

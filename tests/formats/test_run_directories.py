@@ -25,7 +25,7 @@ from reshard.errors import (
     UnrecognisedError,
     UnsupportedError,
 )
-from reshard.formats import registry, run, unclear
+from reshard.formats import refused_paths, registry, run_directory
 
 ROOT = Path(__file__).resolve().parents[2]
 STEPS = (2, 4)
@@ -857,7 +857,7 @@ def test_the_advice_about_a_missing_checkpoint_names_only_others(tmp_path):
     (tmp_path / "global_step4").mkdir()
     (tmp_path / "global_step2").mkdir()
     with pytest.raises(UnrecognisedError) as e:
-        run.find_checkpoint(Location([tmp_path]), None, lambda _location: False)
+        run_directory.find_checkpoint(Location([tmp_path]), None, lambda _location: False)
     assert e.value.remedy == "choose another one with --tag; there are global_step2"
 
 
@@ -869,6 +869,6 @@ def test_a_format_is_not_looked_for_once_more_for_each_file(tmp_path, monkeypatc
         for rank in range(files):
             torch.save(state(2), tmp_path / f"model_rank{rank}.pt")
         calls.clear()
-        unclear.refuse_one_of_many(Location([tmp_path]))
+        refused_paths.refuse_one_of_many(Location([tmp_path]))
         counts.append(len(calls))
     assert counts[0] == counts[1]

@@ -13,7 +13,7 @@ from safetensors.torch import save_file
 
 from reshard import formats
 from reshard.errors import UnsupportedError
-from reshard.live.dcp.objects import fill_model_state
+from reshard.live.dcp.live_objects import fill_model_state
 from tests.judges import server
 
 pytest.importorskip("lightning")

@@ -10,8 +10,8 @@ import pytest
 import reshard
 from reshard.errors import UsageError
 from reshard.sizing.families import FORMULAS, count_config
+from reshard.sizing.rank_share import take_share
 from reshard.sizing.setup import Cluster, Training
-from reshard.sizing.share import take_share
 from reshard.sizing.sources import count_parameters
 from reshard.sizing.strategies import STRATEGIES, forecast, forecast_one
 from tests.judges.memory_cases import CASES, CONFIG, JUDGE, SEQ_LEN

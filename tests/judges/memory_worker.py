@@ -16,11 +16,11 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from reshard.sizing.choice import choose_named
 from reshard.sizing.configs import build_deepspeed
 from reshard.sizing.families import count_config
 from reshard.sizing.setup import Cluster, Training
 from reshard.sizing.strategies import forecast
+from reshard.sizing.strategy_choice import choose_named
 from tests.judges.memory_cases import BUCKET, CASES, CONFIG, SEQ_LEN, Case
 from tests.judges.ranks import Job, join_group, serve
 

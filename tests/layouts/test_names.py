@@ -15,7 +15,7 @@ from safetensors.torch import save_file
 from reshard import formats
 from reshard.core.manifest import ParamGroup, TrainState, check
 from reshard.errors import IncompleteError, UnsupportedError, UsageError
-from reshard.layouts.model_parallel import families, fields, forms, moves
+from reshard.layouts.model_parallel import families, fields, fused_tensors, moves
 from reshard.layouts.model_parallel.architecture import Architecture
 from reshard.layouts.model_parallel.fields import parse_field
 from reshard.layouts.model_parallel.names import rename_from_hf, rename_to_hf
@@ -222,14 +222,14 @@ def test_gate_and_up_stand_one_above_the_other(half):
 
 
 def assert_both_ways(name, parts, fused, model):
-    cut = list(forms.make_form(name, fused.shape[0], model).cut(tuple(fused.shape)))
+    cut = list(fused_tensors.make_form(name, fused.shape[0], model).cut(tuple(fused.shape)))
     assert len(cut) == len(parts)
     for part, (shape, taken) in zip(parts, cut, strict=True):
         entry = replace(
             stored(fused), shape=shape, chunks=tuple(moves.apply_moves(stored(fused).chunks, taken))
         )
         assert torch.equal(built(entry, {"f": fused.flatten()}), part)
-    form = forms.make_form_of_parts(name, [part.shape[0] for part in parts], model)
+    form = fused_tensors.make_form_of_parts(name, [part.shape[0] for part in parts], model)
     held = [stored(part, str(n)) for n, part in enumerate(parts)]
     chunks = [
         chunk
@@ -244,9 +244,9 @@ def test_a_model_that_cannot_have_a_fused_tensor_is_told_so():
     with pytest.raises(
         UsageError, match=r"4 heads and 2 key-value heads of 8 rows, but the fused .* have 48"
     ):
-        forms.make_form("qkv", 48, Architecture(source="c", heads=4, groups=2, head_dim=8))
+        fused_tensors.make_form("qkv", 48, Architecture(source="c", heads=4, groups=2, head_dim=8))
     with pytest.raises(UsageError, match="number of heads"):
-        forms.make_form("qkv", 48, Architecture(source="c"))
+        fused_tensors.make_form("qkv", 48, Architecture(source="c"))
 
 
 # What a manifest says besides
@@ -451,4 +451,6 @@ def test_every_table_s_lines_say_what_they_need():
         asked = [*filter(None, map(parse_field, family.config.values())), *stated]
         assert {*family.when, *(field.trait for field in asked)} <= known, family.name
         assert {field.form for field in asked} <= known_forms, family.name
-        assert all(forms.NAMES.count(line.form) for line in Spellings(family.table, {}).lines)
+        assert all(
+            fused_tensors.NAMES.count(line.form) for line in Spellings(family.table, {}).lines
+        )

@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 import reshard
 from reshard import formats
 from reshard.errors import CorruptError, IncompleteError, UnsupportedError
-from reshard.formats.values import dequantise
+from reshard.formats.coded_values import dequantise
 from reshard.quantised import decode, loops
 from reshard.tensors.lazy import Checkpoint
 from tests.judged.conftest import KEPT

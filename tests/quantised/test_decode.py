@@ -19,7 +19,7 @@ from reshard.errors import (
     UnsupportedError,
     UsageError,
 )
-from reshard.formats.values import dequantise
+from reshard.formats.coded_values import dequantise
 from reshard.quantised import decode
 from reshard.system.files import Descriptor
 from reshard.tensors.lazy import Checkpoint

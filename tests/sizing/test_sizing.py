@@ -8,12 +8,12 @@ from dataclasses import replace
 import pytest
 
 from reshard.errors import UsageError
-from reshard.sizing.choice import advise, choose, choose_named, find_nodes
 from reshard.sizing.families import FORMULAS, UnknownSizesError, count_config
+from reshard.sizing.rank_share import take_share
 from reshard.sizing.setup import Cluster, Training, count_accumulation, parse_gpus
-from reshard.sizing.share import take_share
 from reshard.sizing.sources import count_parameters, count_shapes, find_model
 from reshard.sizing.strategies import forecast
+from reshard.sizing.strategy_choice import advise, choose, choose_named, find_nodes
 from tests.support.model_configs import GPT2_MEDIUM, LLAMA_1B
 
 GB = 10**9

@@ -14,7 +14,7 @@ from reshard import formats
 from reshard.commands.split.command import split
 from reshard.commands.split.options import SplitOptions
 from reshard.errors import IncompleteError, UnsupportedError, UsageError
-from reshard.live.dcp import objects
+from reshard.live.dcp import live_objects
 from reshard.model import shapes_of
 from tests.support.installed import TORCH_2_6
 
@@ -629,7 +629,7 @@ def test_the_optimizer_is_not_that_of_lightnings_averaged_weights(tmp_path):
     model = save_with_buffer(tmp_path / "run.ckpt", current_model_state=trained, averaging_state={})
     manifest = formats.read(tmp_path / "run.ckpt", live=shapes_of(model))
     with pytest.raises(IncompleteError, match="holds the averaged weights") as refused:
-        objects.fill_optimizer_state({}, manifest)
+        live_objects.fill_optimizer_state({}, manifest)
     assert refused.value.remedy == "choose the trained weights: --key current_model_state"
     manifest = formats.read(tmp_path / "run.ckpt", key="current_model_state", live=shapes_of(model))
     assert len(list(manifest.of_kind("exp_avg"))) == len(list(model.parameters()))

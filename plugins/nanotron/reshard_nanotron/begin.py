@@ -18,7 +18,7 @@ from reshard.core.manifest import ParamGroup
 from reshard.errors import UnsupportedError
 from reshard.layouts.model_parallel import names as renaming
 from reshard.layouts.model_parallel.architecture import Architecture, Described
-from reshard.layouts.model_parallel.forms import make_form
+from reshard.layouts.model_parallel.fused_tensors import make_form
 from reshard.layouts.model_parallel.rules import add_user_rules, load_table
 from reshard.naming import tables
 from reshard.naming.options import NameOptions, Naming

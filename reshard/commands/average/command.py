@@ -33,7 +33,7 @@ from reshard.core.location import Location
 from reshard.core.manifest import WEIGHT_KINDS, Manifest
 from reshard.engine.planning.planner import Plan
 from reshard.errors import DifferentError, IncompleteError, UsageError
-from reshard.formats import run, unclear
+from reshard.formats import refused_paths, run_directory
 from reshard.layouts.model_parallel import config_keys
 from reshard.model import library
 from reshard.naming.config import read_config
@@ -124,8 +124,8 @@ def list_sources(paths: Sequence[Path], options: AverageOptions) -> list[Path]:
 
 def _list_newest(path: Path, count: int) -> list[Path]:
     """Return the newest checkpoints of a run, by the number in their names."""
-    found = run.list_checkpoints(
-        unclear.find_run(Location.from_paths([path])), unclear.is_checkpoint
+    found = run_directory.list_checkpoints(
+        refused_paths.find_run(Location.from_paths([path])), refused_paths.is_checkpoint
     )
     if len(found) < count:
         remedy = "list the checkpoints to average, or pass the directory of a run that has several"

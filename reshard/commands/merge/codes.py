@@ -10,7 +10,7 @@ from reshard.commands.merge.passes import Merge
 from reshard.core.dtypes import FLOAT32
 from reshard.core.manifest import Entry, Quantisation
 from reshard.errors import UsageError
-from reshard.formats import values
+from reshard.formats import coded_values
 from reshard.model import adapter_names as adapters
 from reshard.quantised.pairs import METHODS, find_evidence
 from reshard.quantised.statement import CONFIG, OTHERS, read_statement, remove_statement
@@ -23,7 +23,7 @@ def dequantise(merge: Merge) -> Merge:
     options = merge.options
     if options.dtype in (None, "keep") and options.quantise_like is None:
         return merge
-    manifest, notes = values.dequantise(merge.manifest)
+    manifest, notes = coded_values.dequantise(merge.manifest)
     merge.notes.derived += notes
     return replace(merge, manifest=manifest)
 
@@ -127,4 +127,4 @@ def _refuse_rounded_scales(merge: Merge) -> None:
     if dtype and is_cast and (how or _find_unstated(merge)):
         method = how.get("quant_method") if isinstance(how, dict) else None
         stated = (method or "no method given") if how else ""
-        values.refuse_rounded_scales(merge.manifest, dtype, stated)
+        coded_values.refuse_rounded_scales(merge.manifest, dtype, stated)

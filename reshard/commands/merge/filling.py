@@ -27,7 +27,7 @@ from reshard.core.manifest import (
 )
 from reshard.errors import UsageError
 from reshard.formats import placeholders
-from reshard.formats.values import dequantise
+from reshard.formats.coded_values import dequantise
 from reshard.system.derived import list_files
 from reshard.tensors import weights
 

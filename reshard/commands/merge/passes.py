@@ -21,7 +21,7 @@ from reshard.errors import CorruptError, IncompleteError
 from reshard.formats.base import Conversion
 from reshard.model import ModelHint
 from reshard.model import adapter_names as adapters
-from reshard.model.order import list_missing_in_layers, refuse_other_shapes
+from reshard.model.model_order import list_missing_in_layers, refuse_other_shapes
 from reshard.naming import published
 from reshard.naming.published import ModelConfig, may_be_published
 from reshard.system.files import SourceFiles, read_small_file

@@ -19,10 +19,10 @@ from reshard.errors import ReshardError, UsageError
 from reshard.formats import registry
 from reshard.layouts.model_parallel.sizes import parse_mesh
 from reshard.sizing import sources
-from reshard.sizing.choice import Choice, advise, choose, choose_named, find_nodes
 from reshard.sizing.model import ModelSizes
 from reshard.sizing.setup import Cluster, Precision, Training, count_data_ranks, parse_gpus
 from reshard.sizing.strategies import MARGIN, fit_micro_batch, forecast
+from reshard.sizing.strategy_choice import Choice, advise, choose, choose_named, find_nodes
 from reshard.system.paths import as_path
 from reshard.training import trainer_run
 from reshard.training.batch import find_micro_batch

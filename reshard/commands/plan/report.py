@@ -10,10 +10,10 @@ from reshard import units
 from reshard.commands.forecast import Forecast
 from reshard.commands.lines import Report, format_row, format_table
 from reshard.sizing import sources
-from reshard.sizing.choice import Advice, Choice
 from reshard.sizing.model import ModelSizes
 from reshard.sizing.setup import Cluster, Training
 from reshard.sizing.strategies import StrategyForecast
+from reshard.sizing.strategy_choice import Advice, Choice
 
 
 @dataclass(kw_only=True, repr=False)

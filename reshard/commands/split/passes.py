@@ -18,13 +18,13 @@ from reshard.core import keys
 from reshard.core.location import get_directory
 from reshard.core.manifest import WEIGHT_KINDS, Skeleton
 from reshard.errors import IncompleteError, UnsupportedError, UsageError
-from reshard.formats import PLAIN_SUFFIXES, placeholders, run
+from reshard.formats import PLAIN_SUFFIXES, placeholders, run_directory
 from reshard.formats.base import StateConversion, Writer
+from reshard.formats.coded_values import dequantise, refuse_rounded_scales
 from reshard.formats.parameter_kinds import mark_buffers
 from reshard.formats.request import LiveTarget, Request
-from reshard.formats.values import dequantise, refuse_rounded_scales
 from reshard.model import ModelHint, describe_config, library
-from reshard.model.order import (
+from reshard.model.model_order import (
     match_weights,
     order_by_model,
     refuse_other_shapes,
@@ -136,7 +136,7 @@ def choose_optimizer(split: SplitConversion) -> SplitConversion:
     if is_decided or has_optimizer or not writer.weights_alone:
         return split
     advice = " (--init-optimizer zeros starts an Adam)" if writer.starts_optimizer else ""
-    others = run.list_others(manifest.origin.path)
+    others = run_directory.list_others(manifest.origin.path)
     if others:
         advice += f"; other checkpoints of the run, which may have it: {units.some(others)}"
     split.notes.warnings.append(
@@ -440,7 +440,7 @@ def build_state(split: SplitConversion) -> SplitConversion:
         groups = groups or param_groups.ONE
         state = mark_buffers(state, request.model, "a new optimizer trains only parameters")
     if not is_new and not request.weights_only:
-        others = [] if state.members else run.list_others(split.manifest.origin.path)
+        others = [] if state.members else run_directory.list_others(split.manifest.origin.path)
         refuse_without_optimizer(state, can_start=writer.starts_optimizer, others=others)
     if groups:
         state, derived = param_groups.regroup(state, groups)

@@ -20,7 +20,7 @@ from reshard.commands.verify.options import VerifyOptions
 from reshard.commands.verify.report import VerifyReport
 from reshard.core.location import Location, get_directory
 from reshard.errors import CorruptError, ReshardError, UsageError
-from reshard.formats.run import find_checkpoint
+from reshard.formats.run_directory import find_checkpoint
 from reshard.system.files import get_size
 from reshard.system.paths import as_path
 from reshard.units import counted, some

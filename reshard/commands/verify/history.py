@@ -25,7 +25,7 @@ from reshard.commands.verify.single import run_deep_checks, run_quick_checks
 from reshard.core import keys
 from reshard.core.location import Location
 from reshard.errors import UsageError
-from reshard.formats import run, unclear
+from reshard.formats import refused_paths, run_directory
 from reshard.model import ModelHint
 from reshard.system.files import SourceFiles, check_unchanged
 from reshard.system.paths import as_path
@@ -95,7 +95,7 @@ def check_run(
     check_page(options, sources)
     mode = "deep" if options.deep else "sampled"
     report = HistoryReport(str(sources[0]), f"{mode} history", options.given())
-    directory = unclear.find_run(Location.from_paths(sources))
+    directory = refused_paths.find_run(Location.from_paths(sources))
     checks: dict[str, list[Check]] = {}
     for model, history in _open(directory, sources, options).items():
         if history.tags:
@@ -104,7 +104,7 @@ def check_run(
         alone = [_check_alone(tag, report, options, meter) for tag in history.tags]
         checks[model] = _add_checks(check_history(history), history.tags, alone)
     report.checks = _join_checks(checks)
-    if lost := run.describe_lost_pointer(directory):
+    if lost := run_directory.describe_lost_pointer(directory):
         report.check(READABLE).failures.append(f"{lost}: no program resumes from this run")
     report.seconds = time.perf_counter() - began
     write_page(options, lambda: _build_page(report))
@@ -181,7 +181,7 @@ def _add_checks(
 def _open(
     directory: Location, sources: Sequence[Path], options: VerifyOptions
 ) -> dict[str, History]:
-    runs = run.list_runs(directory, unclear.is_checkpoint)
+    runs = run_directory.list_runs(directory, refused_paths.is_checkpoint)
     count = min(map(len, runs.values()), default=0)
     if count < 2:
         raise UsageError(

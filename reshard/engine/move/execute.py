@@ -22,11 +22,11 @@ from reshard.core.manifest import (
     patch_literals,
 )
 from reshard.engine.move.ahead import Held, ReadAhead
+from reshard.engine.move.distribution import Batch, Share, interleave_files, merge_across_ranks
 from reshard.engine.move.fill import Filler, list_ranges
 from reshard.engine.move.options import MoveOptions
 from reshard.engine.move.outcome import Keep, Outcome, keep_in_memory
 from reshard.engine.move.records import check_record, compute_record_crc
-from reshard.engine.move.share import Batch, Share, interleave_files, merge_across_ranks
 from reshard.engine.move.spans import Spans
 from reshard.engine.output.files import BLOCK_BYTES, FileWriter, OutputFiles
 from reshard.engine.planning.copies import Copy, Window

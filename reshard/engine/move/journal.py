@@ -19,10 +19,10 @@ from stat import S_ISREG
 from typing import Any
 
 from reshard.engine.move import job as jobs
+from reshard.engine.move.distribution import merge_across_ranks
 from reshard.engine.move.execute import execute
 from reshard.engine.move.outcome import Outcome
 from reshard.engine.move.records import compute_crc
-from reshard.engine.move.share import merge_across_ranks
 from reshard.engine.move.spans import FileSpan, Spans
 from reshard.engine.move.unfinished import Unfinished
 from reshard.engine.output.destination import check_space

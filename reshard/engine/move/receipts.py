@@ -18,9 +18,9 @@ from typing import Any
 
 from reshard.core.manifest import OutputFile
 from reshard.engine.move import job as jobs
+from reshard.engine.move.distribution import Batch, Share, merge_across_ranks
 from reshard.engine.move.execute import OutputBuilder, check_records, list_lasting
 from reshard.engine.move.outcome import Outcome
-from reshard.engine.move.share import Batch, Share, merge_across_ranks
 from reshard.engine.move.spans import Spans
 from reshard.engine.move.unfinished import Unfinished
 from reshard.engine.output.files import OutputFiles

@@ -35,7 +35,7 @@ UNIVERSAL = "deepspeed-universal"
 
 
 def _read(location: Location, hints: ReadHints) -> Manifest:
-    from reshard.formats import beside
+    from reshard.formats import adjacent_files
 
     tag = directory.locate(location, hints.tag)
 
@@ -43,12 +43,12 @@ def _read(location: Location, hints: ReadHints) -> Manifest:
         """Return how HF Trainer divides the parameters, if it saved the checkpoint."""
         from reshard.model.weight_decay import divide_parameters
 
-        model = beside.describe_trained_model(tag, hints.model)
+        model = adjacent_files.describe_trained_model(tag, hints.model)
         return divide_parameters(model) if model else ()
 
     manifest = _read_state(tag, hints.rules, find_divisions)
-    manifest = beside.add_companions(manifest, location)
-    return beside.add_run_document(manifest, tag)
+    manifest = adjacent_files.add_companions(manifest, location)
+    return adjacent_files.add_run_document(manifest, tag)
 
 
 def _read_state(location: Location, rules: Path | None, find_divisions: FindDivisions) -> Manifest:
@@ -61,10 +61,10 @@ def _read_state(location: Location, rules: Path | None, find_divisions: FindDivi
         from reshard.formats.deepspeed import universal
 
         return universal.read(location, rules)
-    from reshard.formats.deepspeed import native
+    from reshard.formats.deepspeed import tag_directory
 
     files = directory.list_files(location)
-    first = native.open_first(files.ranks[0])
+    first = tag_directory.open_first(files.ranks[0])
     if first.root.get("ds_autoep_layers"):
         from reshard.formats.deepspeed.experts import autoep
 
@@ -79,7 +79,7 @@ def _read_state(location: Location, rules: Path | None, find_divisions: FindDivi
         from reshard.formats.deepspeed.experts import reader
 
         return reader.read(files, first)
-    return native.read(files.ranks[0], first, find_divisions=find_divisions)
+    return tag_directory.read(files.ranks[0], first, find_divisions=find_divisions)
 
 
 def _check_rules(rules: Path | None) -> None:
@@ -147,7 +147,7 @@ class _DeepSpeedWriter(Writer):
 
     def adapt(self, conversion: S) -> S:
         """Return the conversion with values for codes of moments, unless it is of stage 0."""
-        from reshard.formats.values import decode_moments
+        from reshard.formats.coded_values import decode_moments
 
         return decode_moments(conversion) if conversion.request.zero_stage else conversion
 

@@ -15,7 +15,7 @@ from reshard.core import counts
 from reshard.core.chunks import Chunk
 from reshard.core.manifest import BUFFER, PARAM, WEIGHT_KINDS, Manifest
 from reshard.errors import TWO_RUNS, CorruptError, IncompleteError
-from reshard.formats.deepspeed import layers, native
+from reshard.formats.deepspeed import layers, tag_directory
 from reshard.formats.deepspeed.cuts import Cuts
 from reshard.formats.deepspeed.directory import RankFiles, TagFiles, advise_copying
 from reshard.formats.deepspeed.experts import tensor_ranks
@@ -42,7 +42,7 @@ def read(files: TagFiles, first: ModelStates, rules: Path | None = None) -> Mani
         UsageError: nothing says how tensor-parallel ranks share a parameter.
     """
     others = [rank for number, rank in sorted(files.ranks.items()) if number]
-    firsts = [first, *map_files(others, native.open_first)]
+    firsts = [first, *map_files(others, tag_directory.open_first)]
     tensor = _find_tensor_size(files, firsts)
     mixture: TensorRanks | None = None
     if files.has_experts:
@@ -54,7 +54,7 @@ def read(files: TagFiles, first: ModelStates, rules: Path | None = None) -> Mani
         else:
             opened = [(own, StageModule({}, ())) for own in firsts]
         ranks = [
-            _add_copies(native.read(files.ranks[number], own, module.files), module)
+            _add_copies(tag_directory.read(files.ranks[number], own, module.files), module)
             for number, (own, module) in enumerate(opened)
         ]
     stages = [ranks[at : at + tensor] for at in range(0, len(ranks), tensor)]

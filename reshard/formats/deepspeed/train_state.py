@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-from reshard.containers.pickles.objects import SCHEDULER
+from reshard.containers.pickles.script_values import SCHEDULER
 from reshard.containers.pickles.values import Call
 from reshard.containers.torch_objects import Tensor, TorchFile
 from reshard.core.manifest import Claim, Entry, ParamGroup, TrainState, UnnamedOptimizer

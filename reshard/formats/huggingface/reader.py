@@ -27,7 +27,7 @@ from reshard.errors import (
     UnrecognisedError,
     UnsafeError,
 )
-from reshard.formats.beside import describe_recipe
+from reshard.formats.adjacent_files import describe_recipe
 from reshard.formats.huggingface.directory import (
     NAME,
     find_index,

@@ -52,9 +52,9 @@ from reshard.formats.megatron import (
     verl,
 )
 from reshard.formats.megatron.arguments import Arguments
-from reshard.formats.megatron.optimizers import dist_flat, flat_buffers, forms
+from reshard.formats.megatron.optimizers import dist_flat, flat_buffers, rank_optimizer
 from reshard.formats.megatron.optimizers.dist_flat import CHAIN
-from reshard.formats.megatron.optimizers.forms import RankParam
+from reshard.formats.megatron.optimizers.rank_optimizer import RankParam
 from reshard.formats.megatron.stated import compare_model
 from reshard.layouts.model_parallel.moves import take_slice
 from reshard.layouts.model_parallel.rules import Table
@@ -132,7 +132,7 @@ def read(location: Location, table: Table) -> Manifest:
     # Forms that only the same grid can load keep the groups as objects of each model-parallel
     # group.
     states = dist_flat.find_group_states(objects, common.get("optimizer"), str(location))
-    state = forms.read(states, params, args, table, str(location))
+    state = rank_optimizer.read(states, params, args, table, str(location))
     manifest = Manifest(
         origin=Origin("megatron", str(location)),
         entries=index_entries(grid.sort_entries([*whole.values(), *slots, *flat])),
@@ -154,7 +154,7 @@ def read(location: Location, table: Table) -> Manifest:
             *loaded.notes,
             *layer_notes,
             *state.notes,
-            *forms.note_frozen(frozen),
+            *rank_optimizer.note_frozen(frozen),
             *([f"the optimizer is left out: {unnamed.reason}"] if unnamed else []),
         ),
         unnamed_optimizers=("optimizer",) if unnamed else (),
@@ -201,7 +201,7 @@ def _read_slots(keys: _KeyReader, stored: Mapping[str, GlobalTensor]) -> list[En
         entry
         for key, tensor in stored.items()
         if (match := CHAIN.fullmatch(key)) and (slot := _SLOT.fullmatch(match[2]))
-        for entry in keys.read_entries(slot[2], forms.get_kind(slot[1]), tensor)
+        for entry in keys.read_entries(slot[2], rank_optimizer.get_kind(slot[1]), tensor)
     ]
 
 
@@ -462,7 +462,7 @@ def _add_sharding_type(root: dict[str, Any]) -> dict[str, Any]:
     The optimizer's own state states it in every version, ``content_metadata`` since 0.13
     (``core/optimizer/distrib_optimizer.py``, ``training/checkpointing.py``).
     """
-    states = forms.list_states(root.get("optimizer"))
+    states = rank_optimizer.list_states(root.get("optimizer"))
     key = train.STATE_SHARDING
     stated = [state[key] for state in states if isinstance(state, dict) and key in state]
     if root.get("content_metadata") is not None or not stated:

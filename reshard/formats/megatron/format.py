@@ -46,7 +46,7 @@ def _read(location: Location, hints: ReadHints) -> Manifest:
     """Read the directory of one iteration, or of the one that a run directory points to."""
     # Imports are inside functions, because every format is loaded to detect a directory, and only
     # one of them reads it.
-    from reshard.formats import beside
+    from reshard.formats import adjacent_files
     from reshard.formats.megatron import dist, fsdp, legacy
     from reshard.formats.megatron.write.args import PRECISION_AWARE
     from reshard.layouts.model_parallel.rules import add_user_rules, load_whole_table
@@ -78,7 +78,7 @@ def _read(location: Location, hints: ReadHints) -> Manifest:
     manifest = remainders.complete_masters(
         manifest, may_be_float=not args or args.get(PRECISION_AWARE) is True
     )
-    return beside.add_run_document(_leave_out_unread(manifest, found), location)
+    return adjacent_files.add_run_document(_leave_out_unread(manifest, found), location)
 
 
 def _leave_out_unread(manifest: Manifest, location: Location) -> Manifest:
@@ -206,7 +206,7 @@ class Megatron(Writer):
             UsageError: nothing states what the model is.
             UnsupportedError: there is no table of the model.
         """
-        from reshard.containers.pickles import objects
+        from reshard.containers.pickles import script_values
         from reshard.layouts.model_parallel import names as renaming
         from reshard.layouts.model_parallel.architecture import Described
         from reshard.layouts.model_parallel.rules import add_user_rules, load_whole_table
@@ -217,7 +217,7 @@ class Megatron(Writer):
         if manifest.origin.format == NAME:
             table = add_user_rules(load_whole_table(NAME), names.rules)
             traits = tables.describe_source(manifest, source.names)
-            saved = objects.get_attributes(manifest.train.objects.get("args"))
+            saved = script_values.get_attributes(manifest.train.objects.get("args"))
             # The config has what JSON can state; the saved attributes add enums and dtypes as they
             # were.
             args = {**manifest.train.config, **saved}

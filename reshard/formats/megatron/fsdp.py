@@ -39,7 +39,7 @@ from reshard.formats.dcp import reader as dcp
 from reshard.formats.megatron import arguments, dist, grid, names, rank_states, train
 from reshard.formats.megatron.arguments import Arguments
 from reshard.formats.megatron.directory import FSDP_DTENSOR
-from reshard.formats.megatron.optimizers import forms
+from reshard.formats.megatron.optimizers import rank_optimizer
 from reshard.formats.megatron.rank_states import RankStates
 from reshard.layouts.model_parallel.rules import Table
 from reshard.state_dict.global_tensor import GlobalTensor
@@ -91,7 +91,7 @@ def read(location: Location, table: Table) -> Manifest:
         ),
         tied=names.find_tied_output(fqns, args),
         frozen=frozenset(frozen),
-        warnings=(*loaded.notes, *forms.note_frozen(frozen)),
+        warnings=(*loaded.notes, *rank_optimizer.note_frozen(frozen)),
         unknown_globals=trust.list_unknown(loaded.globals),
         ordered=True,  # see `grid.sort_entries`
     )
@@ -147,7 +147,7 @@ def _read_optimizer(value: Any, fqns: Iterable[str], table: Table) -> ParsedOpti
     slots = {slot for state in states.values() for slot in state if slot != _STEP}
     for slot in sorted(slots):
         stored = _get_tensors({name: state.get(slot) for name, state in states.items()})
-        kind = forms.get_kind(slot)
+        kind = rank_optimizer.get_kind(slot)
         result.entries += [
             _make_entry(fqn, kind, tensor) for fqn, tensor in dist.join_parts(stored, table).items()
         ]

@@ -9,7 +9,7 @@ from reshard.core.box import Index
 from reshard.core.join import join
 from reshard.core.manifest import PARAM, Entry, Manifest, ParamGroup, index_entries
 from reshard.errors import CorruptError
-from reshard.formats.megatron import names, order
+from reshard.formats.megatron import names, parameter_order
 from reshard.formats.megatron.arguments import Arguments
 from reshard.formats.megatron.directory import GridPosition
 from reshard.layouts.model_parallel import combine
@@ -100,7 +100,7 @@ def _check_latent(name: str, shape: Index, split: Split, args: Arguments) -> Non
 
 def sort_entries(entries: Iterable[Entry]) -> list[Entry]:
     """Return entries layer after layer, independent of the stage that has them."""
-    return sorted(entries, key=lambda entry: order.sort_key(entry.fqn))
+    return sorted(entries, key=lambda entry: parameter_order.sort_key(entry.fqn))
 
 
 def _tie_embeddings(manifest: Manifest, args: Arguments) -> Manifest:

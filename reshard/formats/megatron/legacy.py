@@ -33,18 +33,18 @@ from reshard.formats.megatron import (
     grouped,
     inferred,
     names,
-    order,
+    parameter_order,
     rank_states,
     train,
 )
 from reshard.formats.megatron.arguments import Arguments
 from reshard.formats.megatron.directory import GridPosition
-from reshard.formats.megatron.optimizers import flat_buffers, forms
+from reshard.formats.megatron.model_chunk import find_norm, list_experts
+from reshard.formats.megatron.optimizers import flat_buffers, rank_optimizer
 from reshard.formats.megatron.optimizers.flat_buffers import FlatStates
-from reshard.formats.megatron.optimizers.forms import RankParam
 from reshard.formats.megatron.optimizers.frozen import Element, Sample, sample_tensor
+from reshard.formats.megatron.optimizers.rank_optimizer import RankParam
 from reshard.formats.megatron.rank import RankFile, open_args, open_rank
-from reshard.formats.megatron.share import find_norm, list_experts
 from reshard.formats.megatron.stated import compare_groups, compare_model, compare_ranks
 from reshard.layouts.model_parallel.rules import Table
 from reshard.state_dict.tree import as_global
@@ -101,17 +101,17 @@ def read(location: Location, table: Table) -> Manifest:
     distributed = args.flag("use_distributed_optimizer")
     detail = "torch, distributed optimizer" if distributed else "torch"
     untrained = [entry.fqn for entry in whole.of_kind(PARAM) if entry.fqn in whole.frozen]
-    notes = [*whole.warnings, *layer_notes, *forms.note_frozen(untrained)]
+    notes = [*whole.warnings, *layer_notes, *rank_optimizer.note_frozen(untrained)]
     # A checkpoint without an optimizer (--no-save-optim) lacks nothing.
     if distributed and not flat and opened[min(opened)].root.get("optimizer"):
         missing = f"no rank has {directory.OPTIMIZER}"
         notes.append(f"{missing}: the checkpoint lacks the optimizer's state")
     files = {**whole.files, **_add_claims(opened, args, whole)}
     whole = replace(whole, files=files, warnings=tuple(notes))
-    listed = ([order.spell(name, args) for name in chunk.params] for chunk in chunks)
-    misplaced = next(filter(None, map(order.find_misplaced, listed)), None)
+    listed = ([parameter_order.spell(name, args) for name in chunk.params] for chunk in chunks)
+    misplaced = next(filter(None, map(parameter_order.find_misplaced, listed)), None)
     found = {
-        order.MISPLACED: misplaced,
+        parameter_order.MISPLACED: misplaced,
         names.MTP_SINCE_017: any(chunk.mtp_since_017 for chunk in chunks),
     }
     opaque = {key: value for key, value in found.items() if value}
@@ -193,7 +193,7 @@ def _check_ranks(opened: Mapping[GridPosition, RankFile], args: Arguments) -> No
         if file.flat is None
         and (
             rank.ep == first_ep[rank.tp, rank.pp]
-            or len(forms.list_states(file.root.get("optimizer"))) > 1
+            or len(rank_optimizer.list_states(file.root.get("optimizer"))) > 1
         )
     ]
     if has_flat and lacking:
@@ -421,18 +421,18 @@ def _read_rank(
     # One rank's part of a layer-wise optimizer would look like a run that froze the other layers.
     saved = None if file.is_layer_wise else file.root.get("optimizer")
     sample, flat = _make_sample(entries), FlatStates()
-    state = forms.read(saved, params, args, table, file.path, sample)
+    state = rank_optimizer.read(saved, params, args, table, file.path, sample)
     if file.is_layer_wise:
-        forms.leave_out(state, _LAYER_WISE)
+        rank_optimizer.leave_out(state, _LAYER_WISE)
     if file.flat is not None and state.why_unnamed is None:
-        count, path = len(forms.list_states(saved)), file.files[-1].path
+        count, path = len(rank_optimizer.list_states(saved)), file.files[-1].path
         flat = flat_buffers.read_flat(
             file.flat, count, params, args, table, path, stage=rank.pp, sample=sample
         )
     untrained = known_frozen.union(flat.frozen)
     if untrained:  # no param group has them
         trained = [param for param in params if param.fqn not in untrained]
-        state = forms.read(saved, trained, args, table, file.path, sample)
+        state = rank_optimizer.read(saved, trained, args, table, file.path, sample)
     members = {fqn for group in state.groups for fqn in group.fqns}
     frozen = [
         param.fqn

@@ -7,11 +7,10 @@ from itertools import accumulate, chain, pairwise
 
 from reshard.core.box import Box, Index
 from reshard.core.manifest import Entry
-from reshard.formats.megatron import grid, names, order
+from reshard.formats.megatron import grid, names, parameter_order
 from reshard.formats.megatron.arguments import Arguments
 from reshard.formats.megatron.directory import GridPosition
-from reshard.formats.megatron.optimizers.forms import RankParam
-from reshard.formats.megatron.share import (
+from reshard.formats.megatron.model_chunk import (
     ChunkShare,
     ParameterIndex,
     Spot,
@@ -19,6 +18,7 @@ from reshard.formats.megatron.share import (
     make_share,
     make_spot,
 )
+from reshard.formats.megatron.optimizers.rank_optimizer import RankParam
 from reshard.layouts.model_parallel.rules import Table
 from reshard.layouts.model_parallel.shards import list_blocks
 
@@ -53,7 +53,9 @@ def list_params(
             fqns.append(names.OUTPUT)  # the last stage has a copy of the tied embedding
         if share.has_mtp and not share.begins and names.EMBEDDING in whole:
             fqns.append(names.EMBEDDING)  # MTP layers have a copy, too
-        ordered = sorted(fqns, key=lambda fqn: order.sort_key(order.spell(fqn, args)))
+        ordered = sorted(
+            fqns, key=lambda fqn: parameter_order.sort_key(parameter_order.spell(fqn, args))
+        )
         shapes = {
             fqn: _list_blocks(fqn, _get_stored(fqn, whole), rank, args, table)[0] for fqn in ordered
         }

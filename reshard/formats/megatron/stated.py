@@ -17,7 +17,7 @@ from reshard.core.manifest import PARAM, Entry
 from reshard.errors import shown
 from reshard.formats.megatron import names
 from reshard.formats.megatron.arguments import Arguments, has_own_configs, is_hybrid
-from reshard.formats.megatron.optimizers.forms import list_groups, list_states
+from reshard.formats.megatron.optimizers.rank_optimizer import list_groups, list_states
 from reshard.state_dict.optimizers.hyper_parameters import read_hyper
 from reshard.state_dict.plain_values import to_plain
 

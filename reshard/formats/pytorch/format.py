@@ -244,10 +244,10 @@ class Verl(_TorchWriter):
 
     def adapt(self, conversion: S) -> S:
         """Return the conversion with a note if the run had another version of FSDP."""
-        from reshard.formats import beside
+        from reshard.formats import adjacent_files
 
         place = Location([get_directory(conversion.manifest.origin.path)])
-        if conversion.request.fsdp_version > 1 and beside.is_verl_with_fsdp_1(place):
+        if conversion.request.fsdp_version > 1 and adjacent_files.is_verl_with_fsdp_1(place):
             conversion.notes.derived.append(
                 "FSDP 1 becomes FSDP 2: set strategy=fsdp2 in the new run, or pass --fsdp-version 1"
                 " with --model and --wrap"

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from reshard.core.location import Location
 from reshard.core.manifest import FrameworkFacts, TrainState
-from reshard.formats.beside import TRAINER_STATE
+from reshard.formats.adjacent_files import TRAINER_STATE
 from reshard.formats.dcp import directory as dcp
 from reshard.formats.pytorch import directory
 from reshard.formats.pytorch.directory import NAME

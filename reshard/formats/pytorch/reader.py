@@ -19,7 +19,7 @@ from reshard.errors import (
     UnrecognisedError,
     UsageError,
 )
-from reshard.formats import beside, huggingface, run
+from reshard.formats import adjacent_files, huggingface, run_directory
 from reshard.formats.dcp import directory as dcp
 from reshard.formats.dcp import hf_shards, reader
 from reshard.formats.huggingface import reader as of_huggingface
@@ -100,10 +100,10 @@ def read(
             saved = _read_stage_folders(location, folders, key)
         else:
             saved, key = _read_stages(location, key, chosen, alike)
-        trainer = beside.read_trainer_state(location)
+        trainer = adjacent_files.read_trainer_state(location)
     first = saved[0][0]
     place = next(iter(folders.values()), location)
-    run_of_trainer = trainer_run.read(trainer, f"{location}/{beside.TRAINER_STATE}")
+    run_of_trainer = trainer_run.read(trainer, f"{location}/{adjacent_files.TRAINER_STATE}")
     root = first.root if isinstance(first.root, dict) else {}
     version = root.get("pytorch-lightning_version")
     framework = provenance.detect_framework(place, first, run_of_trainer)
@@ -115,10 +115,10 @@ def read(
         versions=versions,
         facts=provenance.describe_framework(framework, versions),
     )
-    by_blocks = beside.is_verl_with_fsdp_1(location)
+    by_blocks = adjacent_files.is_verl_with_fsdp_1(location)
     model_hint = ModelHint(model, wrap, by_blocks=by_blocks) if model else None
     own_wrap = run_of_trainer.wrap if run_of_trainer and run_of_trainer.is_flat else None
-    nearby = beside.find_model(location, wrap or own_wrap)
+    nearby = adjacent_files.find_model(location, wrap or own_wrap)
     if live is not None and not (wrap or own_wrap):
         nearby = ModelHint("the live model", known=live)
     if wrap and not (model_hint or nearby):
@@ -139,14 +139,14 @@ def read(
     train = replace(train, sums_optimizers=origin.format == "lightning")
     if location.chosen:
         return replace(manifest, train=train)
-    train = replace(train, rng_files=beside.list_random_files(location))
-    notes = [*beside.describe_recipe(location), *directory.describe_stage(location)]
+    train = replace(train, rng_files=adjacent_files.list_random_files(location))
+    notes = [*adjacent_files.describe_recipe(location), *directory.describe_stage(location)]
     notes += _describe_missing_optimizer(manifest)
     manifest = replace(manifest, train=train, warnings=(*manifest.warnings, *notes))
-    manifest = beside.add_kept_files(manifest, location)
+    manifest = adjacent_files.add_kept_files(manifest, location)
     models = sum(kind == assemble.ANOTHER for kind in manifest.unread.values()) + 1
     number = sections.parse_number(tuple((key or "").split(".")))
-    return beside.choose_scheduler(manifest, number, models)
+    return adjacent_files.choose_scheduler(manifest, number, models)
 
 
 def _describe_missing_optimizer(manifest: Manifest) -> list[str]:
@@ -178,7 +178,7 @@ def _complete_train_state(
             train,
             step=step if type(step) is int else train.step,
             trainer_state=trainer,
-            opaque={**train.opaque, **beside.read_batch_before(location)},
+            opaque={**train.opaque, **adjacent_files.read_batch_before(location)},
         )
     if own_run:
         train = own_run.set_counters(train)
@@ -305,7 +305,7 @@ def _find_newest(location: Location, families: Mapping[str, OpenedRanks]) -> str
     names = {stem: stem.removesuffix(".pth") for stem in families}  # of last.pth.tar
     latest = [stem for stem, name in names.items() if _LATEST.fullmatch(name)]
     others = [stem for stem in names if stem not in latest and not (latest and "best" in stem)]
-    numbers = {stem: run.parse_number(names[stem]) for stem in others}
+    numbers = {stem: run_directory.parse_number(names[stem]) for stem in others}
     if len(latest) > 1 or None in numbers.values():
         return None
     if not all(map(_is_checkpoint, families.values())):

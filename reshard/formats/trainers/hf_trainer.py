@@ -22,7 +22,7 @@ from typing import Any
 from reshard.containers import safetensors_shards as writer
 from reshard.containers import skeletons, torch_writer
 from reshard.containers.json_files import format_json
-from reshard.containers.pickles import objects
+from reshard.containers.pickles import script_values
 from reshard.core.manifest import Skeleton
 from reshard.errors import UnsupportedError
 from reshard.formats.request import Request
@@ -111,7 +111,7 @@ def add_scheduler(state: WritableState) -> WritableState:
         return state
     train = state.manifest.train
     scheduler = schedules.add_deepspeeds_counter(build_scheduler(state))
-    others = {key: value for key, value in train.objects.items() if key != objects.SCHEDULER}
+    others = {key: value for key, value in train.objects.items() if key != script_values.SCHEDULER}
     train = replace(train, scheduler=scheduler, objects=others)
     return replace(state, manifest=replace(state.manifest, train=train))
 

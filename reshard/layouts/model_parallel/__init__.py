@@ -7,7 +7,7 @@
     architecture     the sizes of a model that rules need; a model as a target needs it
     patterns         names with fields, as tables write them
     rules            tables: how each parameter is cut and what Hugging Face calls it
-    forms            how a fused tensor is made of its parts, in both directions
+    fused_tensors    how a fused tensor is made of its parts, in both directions
     spellings        Hugging Face's names of a parameter: the lines of a table
     traits           what decides which of Hugging Face's models a model is
     megatron_traits  the traits in Megatron's arguments

@@ -24,7 +24,7 @@ from reshard.core.manifest import (
 from reshard.core.renames import check_parts_dtype, replace_tensors
 from reshard.core.views import Permute
 from reshard.errors import CorruptError, IncompleteError, UnsupportedError, UsageError
-from reshard.layouts.model_parallel import forms, moves, shifted, vocabulary
+from reshard.layouts.model_parallel import fused_tensors, moves, shifted, vocabulary
 from reshard.layouts.model_parallel.architecture import Architecture
 from reshard.layouts.model_parallel.rules import Table
 from reshard.layouts.model_parallel.spellings import NUMBERS, Spelled, SpelledPart, Spellings
@@ -212,10 +212,12 @@ class _ToHf(_Renaming):
             yield entry
             return
         entry = self._drop_padding(entry) if padded else entry
-        if line.form == forms.PLAIN:
+        if line.form == fused_tensors.PLAIN:
             yield _transpose(entry) if line.transposed else entry
             return
-        for shape, part in forms.make_form(line.form, entry.shape[0], self.model).cut(entry.shape):
+        for shape, part in fused_tensors.make_form(line.form, entry.shape[0], self.model).cut(
+            entry.shape
+        ):
             piece = replace(entry, shape=shape, chunks=tuple(moves.apply_moves(entry.chunks, part)))
             yield _transpose(piece) if line.transposed else piece
 
@@ -315,7 +317,7 @@ class _FromHf(_Renaming):
     def _fuse(self, key: Key, spelled: Spelled, pieces: Mapping[int, Entry]) -> Entry:
         names = dict(enumerate(spelled.names))
         parts, dtype = _join_parts(self.manifest.origin.path, key[1], pieces, names)
-        if spelled.line.form == forms.PLAIN:
+        if spelled.line.form == fused_tensors.PLAIN:
             return replace(parts[0], fqn=key[1], kind=key[0])
         tail = parts[0].shape[1:]
         odd = next((part for part in parts if part.shape[1:] != tail), None)
@@ -325,7 +327,7 @@ class _FromHf(_Renaming):
                 f"{odd.fqn!r} has shape {odd.shape}, but {parts[0].fqn!r} has {parts[0].shape}:"
                 f" they cannot be joined to {key[1]!r}",
             )
-        form = forms.make_form_of_parts(
+        form = fused_tensors.make_form_of_parts(
             spelled.line.form, [part.shape[0] for part in parts], self.model
         )
         chunks = (

@@ -20,11 +20,15 @@ from functools import cached_property
 from typing import Any
 
 from reshard.errors import UsageError
-from reshard.layouts.model_parallel import forms
+from reshard.layouts.model_parallel import fused_tensors
 from reshard.layouts.model_parallel.patterns import Fields, Pattern
 from reshard.layouts.model_parallel.rules import RuleMatch, Table, suggest_names
 
-_WRITE = "write  NAME: OTHER  or  NAME: {form: " + "|".join(forms.NAMES) + ", names: [OTHER, ...]}"
+_WRITE = (
+    "write  NAME: OTHER  or  NAME: {form: "
+    + "|".join(fused_tensors.NAMES)
+    + ", names: [OTHER, ...]}"
+)
 _KEYS = {"form", "names", "transposed", "stacked", "squeezed", "added"}
 NUMBERS = ("layers", "experts")
 
@@ -53,7 +57,7 @@ class Line:
     def is_plain(self) -> bool:
         """Whether both sides store the same tensor."""
         changes = self.transposed or self.stacked or self.squeezed or self.added
-        return self.form == forms.PLAIN and not changes
+        return self.form == fused_tensors.PLAIN and not changes
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,7 +185,7 @@ def _parse_line(own: str, value: Any, source: str) -> Line:
         raise UsageError(source, f"hf: {own!r}: {problem}", _WRITE)
     return Line(
         Pattern(own),
-        value.get("form", forms.PLAIN),
+        value.get("form", fused_tensors.PLAIN),
         tuple(Pattern(str(name)) for name in value["names"]),
         bool(value.get("transposed", False)),
         str(value.get("stacked", "")),
@@ -194,11 +198,12 @@ def _find_problems(own: str, value: Any) -> Iterator[str]:
     if not isinstance(value, dict) or not isinstance(value.get("names"), list):
         yield f"{value!r} has no list of names"
         return
-    form, names = value.get("form", forms.PLAIN), value["names"]
-    if form not in forms.NAMES:
+    form, names = value.get("form", fused_tensors.PLAIN), value["names"]
+    if form not in fused_tensors.NAMES:
         yield f"form {form!r} does not exist"
-    elif len(names) != forms.PARTS.get(form, 1):
-        yield f"form {form} takes {forms.PARTS.get(form, 1)} names, but {len(names)} are stated"
+    elif len(names) != fused_tensors.PARTS.get(form, 1):
+        parts = fused_tensors.PARTS.get(form, 1)
+        yield f"form {form} takes {parts} names, but {len(names)} are stated"
     if not isinstance(value.get("added", 0), (int, float)):
         yield f"added is {value['added']!r}, not a number"
     if value.keys() - _KEYS:

@@ -18,7 +18,7 @@ from reshard.core.manifest import BUFFER, Entry
 from reshard.engine.move.fill import fill, group_into_batches
 from reshard.engine.planning.copies import Copy, plan_block
 from reshard.errors import DifferentError
-from reshard.live.dcp.values import identify_memory
+from reshard.live.dcp.plain_items import identify_memory
 from reshard.system.files import SourceFiles
 from reshard.tensors.lazy import read_block, view_bytes
 from reshard.units import counted

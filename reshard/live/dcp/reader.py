@@ -18,11 +18,11 @@ from reshard.core.manifest import PARAM, Entry, Manifest
 from reshard.errors import UnsupportedError, UsageError
 from reshard.formats import registry
 from reshard.formats.base import Source
-from reshard.formats.values import dequantise
+from reshard.formats.coded_values import dequantise
 from reshard.live.comparison import Expected, compare_on_rank
 from reshard.live.dcp.blocks import BlockRead, read, refuse_different_aliases, refuse_other_shape
+from reshard.live.dcp.plain_items import PlainItems
 from reshard.live.dcp.target import Hyper, Keys, Resolved, State
-from reshard.live.dcp.values import PlainItems
 from reshard.live.files import log_warnings
 from reshard.live.memory import iterate_state_dict
 from reshard.model import library

@@ -24,7 +24,7 @@ from reshard.core.renames import check_parts_dtype, replace_tensors
 from reshard.core.schema import expect
 from reshard.core.views import Put, Reshape, apply_views
 from reshard.errors import FETCH_MISSING, MIXED, CorruptError, IncompleteError, UnsupportedError
-from reshard.formats.deepspeed import native
+from reshard.formats.deepspeed import tag_directory
 from reshard.formats.deepspeed.directory import TagFiles
 from reshard.formats.deepspeed.experts.layout import has_experts
 from reshard.formats.deepspeed.schemas import AUTOEP_LAYERS, AUTOEP_PLACEMENTS
@@ -92,7 +92,7 @@ def read(files: TagFiles, first: ModelStates) -> Manifest:
     layers, size = _read_layers(first)
     opened = _open_experts(files, first, layers)
     first = drop_aliases(first)
-    manifest = native.read(
+    manifest = tag_directory.read(
         files.ranks[0], _with_all_ranks(first, layers, size), list(opened.values())
     )
     entries = [*manifest.entries.values(), *_read_weights(opened)]

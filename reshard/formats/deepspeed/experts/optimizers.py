@@ -12,7 +12,7 @@ from reshard.containers.torch_objects import TorchFile
 from reshard.core.manifest import BUFFER, PARAM, Manifest
 from reshard.core.schema import expect, fields, maybe
 from reshard.errors import TWO_RUNS, IncompleteError, StaleError, UnsupportedError
-from reshard.formats.deepspeed import native
+from reshard.formats.deepspeed import tag_directory
 from reshard.formats.deepspeed.directory import TagFiles
 from reshard.formats.deepspeed.experts.files import Expert, count_experts, insert_experts
 from reshard.formats.deepspeed.experts.layout import find_expert_parallel_size, parse_expert_name
@@ -76,7 +76,7 @@ def read(
             "optimizer": optimizer,
         }
         opened = [file, *(expert.file for expert in own)]
-        manifest = native.read(files.ranks[number], replace(first, root=root), opened)
+        manifest = tag_directory.read(files.ranks[number], replace(first, root=root), opened)
         if any(number == other for other, _ in ranks):  # one file has the weights beside experts
             manifest = manifest.with_entries(
                 entry

@@ -15,7 +15,7 @@ from dataclasses import replace
 from reshard.core import dtypes
 from reshard.core.manifest import Manifest, ParamGroup
 from reshard.errors import MIXED, CorruptError, IncompleteError, StaleError, UnsupportedError
-from reshard.formats.deepspeed import native, order
+from reshard.formats.deepspeed import order, tag_directory
 from reshard.formats.deepspeed.directory import TagFiles
 from reshard.formats.deepspeed.experts import lists, optimizers
 from reshard.formats.deepspeed.experts.files import (
@@ -56,7 +56,7 @@ def read(files: TagFiles, first: ModelStates) -> Manifest:
         manifest = combine.join_stages([rank for _, rank in ranks])
     else:
         first, sizes = with_all_experts(first, experts)
-        manifest = native.read(files.ranks[0], first, [expert.file for expert in experts])
+        manifest = tag_directory.read(files.ranks[0], first, [expert.file for expert in experts])
     manifest = sort_by_module(manifest, module, count_experts(experts), sizes)
     if lacks_lists and manifest.frozen:
         text = f"{_NO_BUFFERS}: {some(sorted(manifest.frozen), _LISTED)}"

@@ -20,7 +20,7 @@ from typing import Any
 
 from reshard.core.manifest import Manifest
 from reshard.errors import UnsupportedError
-from reshard.formats.deepspeed import native
+from reshard.formats.deepspeed import tag_directory
 from reshard.formats.deepspeed.directory import RankFiles, TagFiles
 from reshard.formats.deepspeed.experts import optimizers, reader
 from reshard.formats.deepspeed.experts.files import (
@@ -123,10 +123,10 @@ def _read_whole_experts(files: TagFiles, firsts: Sequence[ModelStates]) -> Tenso
         with_all, sizes = reader.with_all_experts(first, experts)
         _check_order(experts, firsts, sizes)
         ranks = [
-            native.read(files.ranks[number], _select_lists(own, _is_beside_experts))
+            tag_directory.read(files.ranks[number], _select_lists(own, _is_beside_experts))
             for number, own in enumerate(firsts)
         ]
-        whole = native.read(
+        whole = tag_directory.read(
             _join_ranks(files), _select_all_ranks(with_all, firsts), [e.file for e in experts]
         )
     return TensorRanks(ranks, whole, insert_experts(first, experts), counts, sizes)

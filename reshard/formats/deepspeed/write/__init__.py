@@ -1,22 +1,22 @@
 """Lay out a DeepSpeed run directory: for a number of ranks at ZeRO stages 0 to 3, or universal.
 
-    grid            cut the state into what each model-parallel rank holds
-    autotp          how AutoTP cuts a model of transformers
-    pipeline        the layers of a pipeline, and their stages
-    experts         cut a mixture of experts into what each rank holds
-    expert_groups   its param groups, for other expert-parallel ranks
-    spec            decide once what is written: groups in the user's order, dtypes, config
-    files           the files of a rank and of experts, by name
-    model_states    ``*_model_states.pt``
-    stage0          whole tensors under an index
-    stage12         stages 1 and 2: one flat tensor for each group, in equal pieces
-    stage3          every parameter in equal pieces
-    flat_tensors    runs of parameters in a flat tensor, and its optimizer state
-    objects         what is pickled by the name of its class; the loss scaler
-    universal       one file for each tensor, for any number of ranks
-    split_metadata  how it describes the cut of each parameter
-    gpt_neox        the settings and sizes that GPT-NeoX needs beside them
-    report          notes for the user
+    grid             cut the state into what each model-parallel rank holds
+    autotp           how AutoTP cuts a model of transformers
+    pipeline         the layers of a pipeline, and their stages
+    experts          cut a mixture of experts into what each rank holds
+    expert_groups    its param groups, for other expert-parallel ranks
+    spec             decide once what is written: groups in the user's order, dtypes, config
+    files            the files of a rank and of experts, by name
+    model_states     ``*_model_states.pt``
+    stage0           whole tensors under an index
+    stage12          stages 1 and 2: one flat tensor for each group, in equal pieces
+    stage3           every parameter in equal pieces
+    flat_tensors     runs of parameters in a flat tensor, and its optimizer state
+    pickled_objects  what is pickled by the name of its class; the loss scaler
+    universal        one file for each tensor, for any number of ranks
+    split_metadata   how it describes the cut of each parameter
+    gpt_neox         the settings and sizes that GPT-NeoX needs beside them
+    report           notes for the user
 
 The layout is that of DeepSpeed 0.19.8, which loads a native directory only at the world size and
 the stage for which it was written, under the options of the ``ds_config`` that the source kept. It

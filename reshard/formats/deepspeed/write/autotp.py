@@ -13,7 +13,7 @@ from __future__ import annotations
 import re
 from typing import Any
 
-from reshard.formats.deepspeed.write.objects import UNIVERSAL_VERSION
+from reshard.formats.deepspeed.write.pickled_objects import UNIVERSAL_VERSION
 from reshard.training.state import WritableState
 
 _COLUMN = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj")

@@ -17,7 +17,7 @@ from reshard.core.manifest import Skeleton
 from reshard.formats.deepspeed.write import model_states, stage3, stage12
 from reshard.formats.deepspeed.write.experts import Mixture, refuse_stage
 from reshard.formats.deepspeed.write.grid import DeepSpeedTarget, ModelRank
-from reshard.formats.deepspeed.write.objects import WRITTEN_AS
+from reshard.formats.deepspeed.write.pickled_objects import WRITTEN_AS
 from reshard.formats.deepspeed.write.spec import OutputSpec, resolve_spec
 from reshard.formats.deepspeed.write.stage0 import make_optimizer
 from reshard.training.state import WritableState

@@ -12,7 +12,7 @@ from reshard.containers.pickles.values import Call
 from reshard.containers.torch_writer import Slot, Storage, build_whole_tensor
 from reshard.core.box import Index
 from reshard.formats.deepspeed.experts.layout import parse_expert_name
-from reshard.formats.deepspeed.write.objects import UNIVERSAL_VERSION, WRITTEN_AS
+from reshard.formats.deepspeed.write.pickled_objects import UNIVERSAL_VERSION, WRITTEN_AS
 from reshard.formats.deepspeed.write.pipeline import Layer
 from reshard.formats.deepspeed.write.spec import OutputSpec, adapt_args
 from reshard.formats.deepspeed.write.stage0 import make_optimizer

@@ -8,7 +8,7 @@ from reshard.core.dtypes import FLOAT16, FLOAT32
 from reshard.formats.deepspeed import order
 from reshard.formats.deepspeed.flat_groups import FlatGroup
 from reshard.formats.deepspeed.train_state import is_older
-from reshard.formats.deepspeed.write.objects import is_deepspeed_optimizer
+from reshard.formats.deepspeed.write.pickled_objects import is_deepspeed_optimizer
 from reshard.formats.deepspeed.write.spec import OutputSpec
 from reshard.formats.deepspeed.write.split_metadata import NOT_DESCRIBED
 from reshard.formats.deepspeed.write.universal import (

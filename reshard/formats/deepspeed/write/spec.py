@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from reshard.containers.pickles import objects
+from reshard.containers.pickles import script_values
 from reshard.core.dtypes import BFLOAT16, FLOAT16, FLOAT32, DType
 from reshard.core.manifest import Entry, find_main_dtype
 from reshard.core.stamps import Stamp
@@ -15,7 +15,11 @@ from reshard.formats.deepspeed import order
 from reshard.formats.deepspeed.cuts import TENSOR_PARALLEL_INFO
 from reshard.formats.deepspeed.experts.layout import has_experts, locate_rank
 from reshard.formats.deepspeed.train_state import ENGINE_KEYS
-from reshard.formats.deepspeed.write.objects import UNSCALED, complete_scaler, make_initial_scaler
+from reshard.formats.deepspeed.write.pickled_objects import (
+    UNSCALED,
+    complete_scaler,
+    make_initial_scaler,
+)
 from reshard.formats.request import Request
 from reshard.layouts.model_parallel.sizes import ONE, Sizes
 from reshard.state_dict.optimizers.hyper_parameters import build_tensors
@@ -376,7 +380,7 @@ def select_extra_state(state: WritableState) -> tuple[dict[str, Any], list[str]]
         for name, value in values.items():
             if name in fits and name in train.objects:
                 kept[name] = train.objects[name]
-                lost += objects.list_left_out(name, value, kept[name])
+                lost += script_values.list_left_out(name, value, kept[name])
             elif name in fits and is_plain(value):
                 kept[name] = value
             elif name != BATCH_BEFORE:  # which is written beside trainer_state.json
@@ -399,7 +403,7 @@ def adapt_args(
         rank: number of the model-parallel rank, tensor-parallel ranks first.
     """
     args = extra_state.get("args")
-    if not objects.is_namespace(args):
+    if not script_values.is_namespace(args):
         return dict(extra_state)
     stage, tensor = divmod(rank, sizes.tensor)
     number = stage * data * sizes.tensor + tensor
@@ -412,4 +416,4 @@ def adapt_args(
         "rank": number,
         "local_rank": number,
     }
-    return {**extra_state, "args": objects.with_attributes(args, changed)}
+    return {**extra_state, "args": script_values.with_attributes(args, changed)}

@@ -23,7 +23,7 @@ from reshard.formats.deepspeed.write.flat_tensors import (
     get_master,
     pick_slot,
 )
-from reshard.formats.deepspeed.write.objects import (
+from reshard.formats.deepspeed.write.pickled_objects import (
     is_deepspeed_optimizer,
     make_scaler_keys,
     make_step_state,

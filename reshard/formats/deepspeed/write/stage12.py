@@ -20,7 +20,7 @@ from reshard.formats.deepspeed.write.flat_tensors import (
     make_scalars,
     pick_slot,
 )
-from reshard.formats.deepspeed.write.objects import (
+from reshard.formats.deepspeed.write.pickled_objects import (
     WRITTEN_AS,
     make_fragment_address,
     make_scaler_object,

@@ -25,7 +25,7 @@ from reshard.formats.deepspeed.write.flat_tensors import (
     make_scalars,
     pick_slot,
 )
-from reshard.formats.deepspeed.write.objects import (
+from reshard.formats.deepspeed.write.pickled_objects import (
     make_scaler_object,
     make_stage_enum,
     make_step_state,

@@ -36,7 +36,7 @@ from reshard.formats.deepspeed.write.flat_tensors import (
     find_common_step,
 )
 from reshard.formats.deepspeed.write.model_states import make_universal_file
-from reshard.formats.deepspeed.write.objects import (
+from reshard.formats.deepspeed.write.pickled_objects import (
     WRITTEN_AS,
     make_scaler_object,
     make_step_counter,

@@ -20,16 +20,16 @@ from reshard.errors import MIXED, CorruptError
 from reshard.formats.megatron import directory, grid, grouped, model
 from reshard.formats.megatron.arguments import Arguments
 from reshard.formats.megatron.directory import GridPosition
-from reshard.formats.megatron.optimizers import buckets, flat_buffers, forms
+from reshard.formats.megatron.model_chunk import list_experts
+from reshard.formats.megatron.optimizers import buckets, flat_buffers, rank_optimizer
 from reshard.formats.megatron.optimizers.buckets import Param
-from reshard.formats.megatron.optimizers.forms import RankParam
 from reshard.formats.megatron.optimizers.frozen import (
     Element,
     Sample,
     sample_block,
     transpose_elements,
 )
-from reshard.formats.megatron.share import list_experts
+from reshard.formats.megatron.optimizers.rank_optimizer import RankParam
 from reshard.formats.megatron.stated import compare_groups
 from reshard.layouts.model_parallel.rules import Table
 from reshard.layouts.partition import Member
@@ -71,7 +71,7 @@ def find_group_states(objects: Mapping[str, list[Any]], common: Any, path: str) 
                 MIXED,
             )
     first = {number: next(iter(of_groups.values())) for number, of_groups in states.items()}
-    shared = dict(enumerate(forms.list_states(common))) if common is not None else {}
+    shared = dict(enumerate(rank_optimizer.list_states(common))) if common is not None else {}
     known = {**shared, **first}
     return [known[number] for number in sorted(known)]
 
@@ -158,8 +158,8 @@ class FlatBuffers:
                 " moe_use_legacy_grouped_gemm, by which the flat buffers of experts are divided"
             )
         count = len(self._numbers)
-        known = len(forms.divide_params(count, (), self._args, self._table))
-        return forms.describe_long_chain(count, known) if count > known else ""
+        known = len(rank_optimizer.divide_params(count, (), self._args, self._table))
+        return rank_optimizer.describe_long_chain(count, known) if count > known else ""
 
     def read_entries(self) -> list[Entry]:
         """Return every slot of the whole model.
@@ -192,7 +192,7 @@ class FlatBuffers:
         params = model.list_params(rank, self._model, self._whole, self._args, self._table)
         params = [param for param in params if param.fqn not in self._named]
         numbers = self._numbers
-        shared = forms.divide_params(len(numbers), params, self._args, self._table)
+        shared = rank_optimizer.divide_params(len(numbers), params, self._args, self._table)
         entries: list[Entry] = []
         for number, own in enumerate(shared):
             # A chain of optimizers ends with the experts'; a single one has all parameters.
@@ -291,7 +291,9 @@ class FlatBuffers:
         sample: Sample,
     ) -> Sequence[Param]:
         """Return the parameters that a buffer holds, if its values tell; else all of them."""
-        masters = next((slots[slot] for slot in slots if forms.get_kind(slot) == MASTER), {})
+        masters = next(
+            (slots[slot] for slot in slots if rank_optimizer.get_kind(slot) == MASTER), {}
+        )
         pieces = [
             [(piece.box.origin[0], piece) for piece in masters[index].chunks]
             for index in sorted(masters)

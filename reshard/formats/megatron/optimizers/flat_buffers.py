@@ -20,17 +20,17 @@ from reshard.formats.megatron.arguments import Arguments
 from reshard.formats.megatron.directory import OPTIMIZER
 from reshard.formats.megatron.optimizers import buckets
 from reshard.formats.megatron.optimizers.buckets import Bucket, Param
-from reshard.formats.megatron.optimizers.forms import (
-    MASTERS,
-    RankParam,
-    divide_params,
-    get_kind,
-)
 from reshard.formats.megatron.optimizers.frozen import (
     Ambiguous,
     FlatMasters,
     Sample,
     choose_trained,
+)
+from reshard.formats.megatron.optimizers.rank_optimizer import (
+    MASTERS,
+    RankParam,
+    divide_params,
+    get_kind,
 )
 from reshard.layouts.model_parallel.rules import Table
 from reshard.layouts.partition import Member, build_flat_chunks

@@ -14,7 +14,7 @@ from reshard.errors import IncompleteError, UnsupportedError, UsageError
 from reshard.formats.megatron import names
 from reshard.formats.megatron.arguments import Arguments, has_own_configs
 from reshard.formats.megatron.inferred import infer_model
-from reshard.formats.megatron.optimizers.forms import CHAINED
+from reshard.formats.megatron.optimizers.rank_optimizer import CHAINED
 from reshard.formats.megatron.translate import DIVISIBLE
 from reshard.formats.megatron.write import args as arguments
 from reshard.formats.megatron.write import groups, scheduler

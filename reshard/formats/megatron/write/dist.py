@@ -24,7 +24,7 @@ from math import prod
 from typing import Any
 
 from reshard.containers import skeletons, torch_writer
-from reshard.containers.pickles.objects import NAMESPACE
+from reshard.containers.pickles.script_values import NAMESPACE
 from reshard.containers.pickles.values import Call
 from reshard.containers.torch_writer import Slot
 from reshard.core.box import Box, Index, intersect, row_major, whole

@@ -13,14 +13,14 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from reshard.containers import skeletons, torch_writer
-from reshard.containers.pickles.objects import NAMESPACE
+from reshard.containers.pickles.script_values import NAMESPACE
 from reshard.containers.pickles.values import Call
 from reshard.containers.torch_writer import Part, Slot, Storage
 from reshard.core.dtypes import FLOAT32
 from reshard.core.manifest import Skeleton
 from reshard.errors import UnsupportedError
 from reshard.formats.megatron import directory as directories
-from reshard.formats.megatron import names, order
+from reshard.formats.megatron import names, parameter_order
 from reshard.formats.megatron.optimizers.buckets import concatenate
 from reshard.formats.megatron.rank_states import RNG
 from reshard.formats.megatron.write import chain, flat
@@ -85,10 +85,10 @@ class _LegacyRank:
         Such a module keeps the order that a run's own files have, if that fits the known order.
         """
         manifest = self._choice.state.manifest
-        unknown = manifest.train.opaque.get(order.MISPLACED)
+        unknown = manifest.train.opaque.get(parameter_order.MISPLACED)
         if manifest.origin.format != directories.NAME:
             own = (local.name for chunk in self._chunks for local in chunk)
-            unknown = next((name for name in own if not order.has_place(name)), None)
+            unknown = next((name for name in own if not parameter_order.has_place(name)), None)
         if unknown:
             raise UnsupportedError(
                 manifest.origin.path,

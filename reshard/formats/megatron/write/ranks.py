@@ -12,9 +12,9 @@ from reshard.core.box import Box, Index, intersect, whole
 from reshard.core.dtypes import DType
 from reshard.core.manifest import Entry
 from reshard.errors import UnsupportedError, UsageError
-from reshard.formats.megatron import names, order
+from reshard.formats.megatron import names, parameter_order
 from reshard.formats.megatron.arguments import Arguments, has_own_configs
-from reshard.formats.megatron.share import (
+from reshard.formats.megatron.model_chunk import (
     ChunkShare,
     ParameterIndex,
     Spot,
@@ -292,7 +292,7 @@ class WeightLocations:
             own.append(replace(self._place_weight(self._looked_up, share, rank), shared=True))
         if self._tied and share.ends and not share.begins:
             own.append(replace(self._place_weight(self._tied, share, rank), name=HEAD, shared=True))
-        return sorted(own, key=lambda local: order.sort_key(local.name))
+        return sorted(own, key=lambda local: parameter_order.sort_key(local.name))
 
     def list_rank_experts(self, rank: WriterRank) -> range:
         """Return the numbers of the experts of each layer that a rank holds.
@@ -315,7 +315,7 @@ class WeightLocations:
             fields["i"] = known.layer - share.layers.start
         if known.expert is not None:
             fields["e"] = known.expert - share.experts.start
-        name = order.spell(pattern.fill(fields), self._args)
+        name = parameter_order.spell(pattern.fill(fields), self._args)
         size, number = self._sizes.tensor, rank.tensor
         if known.expert is not None:
             size, number = self._sizes.expert_tensor or size, rank.expert_tensor

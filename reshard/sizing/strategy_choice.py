@@ -8,8 +8,8 @@ from dataclasses import dataclass, replace
 from reshard import units
 from reshard.errors import UsageError
 from reshard.sizing.model import ModelSizes
+from reshard.sizing.rank_share import take_share
 from reshard.sizing.setup import Cluster, Training
-from reshard.sizing.share import take_share
 from reshard.sizing.strategies import (
     BUCKET_ELEMENTS,
     LIVE_ELEMENTS,

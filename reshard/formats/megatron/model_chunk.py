@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Generic, Literal, NamedTuple, TypeVar
 
-from reshard.formats.megatron import order
+from reshard.formats.megatron import parameter_order
 
 T = TypeVar("T")
 
@@ -36,7 +36,7 @@ def make_spot(fqn: str, layer: int | None, expert: int | None) -> Spot:
     Args:
         layer: number of its layer; None: it is in no layer, or in one of multi-token prediction.
     """
-    return Spot("layers" if layer is not None else order.find_part(fqn), layer, expert)
+    return Spot("layers" if layer is not None else parameter_order.find_part(fqn), layer, expert)
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,7 +10,7 @@ from reshard.containers.torch_detect import PLAIN_SUFFIXES
 from reshard.core.location import Location, get_directory
 from reshard.core.manifest import Manifest
 from reshard.errors import IncompleteError, UnrecognisedError, UnsupportedError
-from reshard.formats import foreign, huggingface, registry, run
+from reshard.formats import foreign, huggingface, registry, run_directory
 from reshard.formats.dcp.directory import is_hf_shard
 from reshard.formats.pytorch.directory import NAME, find_torch_files, is_part
 from reshard.system.paths import as_path
@@ -164,7 +164,7 @@ def find_format(location: Location) -> str | None:
 
 def _find_parts_beside(location: Location) -> list[str]:
     """Return the loose files beside a folder that contains the checkpoint; empty without one."""
-    folders = [location.folders[name] for name in run.PARTS if name in location.folders]
+    folders = [location.folders[name] for name in run_directory.PARTS if name in location.folders]
     if location.chosen or not folders or not _has_only_loose_files(location):
         return []
     files = _find_loose_files(location)
@@ -190,7 +190,7 @@ def find_checkpoint_below(location: Location, read: Iterable[str]) -> str:
     Args:
         read: the files that were read.
     """
-    numbers = {} if location.chosen else run.list_numbered(location)
+    numbers = {} if location.chosen else run_directory.list_numbered(location)
     newest = numbers[max(numbers)] if numbers else None
     if newest is None or any(newest.path in as_path(file).parents for file in read):
         return ""
@@ -224,7 +224,7 @@ def _is_run(location: Location) -> bool:
         return registry.detect(below) is not None and not registry.is_loose(below)
 
     try:
-        return run.find_checkpoint(location, None, known) is not None
+        return run_directory.find_checkpoint(location, None, known) is not None
     except UnrecognisedError:  # its pointer names a missing checkpoint, or it has several
         return True
 
@@ -245,7 +245,7 @@ def find_run(location: Location) -> Location:
         level = _list_folders(level)
         runs = [folder for folder in level if _is_run(folder)]
         # The user may mean a run whose saves were all interrupted.
-        others = [each for each in level if each not in runs and run.list_numbered(each)]
+        others = [each for each in level if each not in runs and run_directory.list_numbered(each)]
         if runs and len(runs + others) > 1:
             paths = sorted(map(str, runs + others), key=make_natural_key)
             newest = max(map(str, runs), key=make_natural_key)

@@ -109,7 +109,7 @@ def choose_scheduler(manifest: Manifest, number: int, models: int) -> Manifest:
     file, stems = _open(as_path(files[name])), {Path(each).stem for each in files}
     objects = {key: value for key, value in train.objects.items() if key not in stems}
     if number:
-        from reshard.containers.pickles.objects import SCHEDULER
+        from reshard.containers.pickles.script_values import SCHEDULER
 
         own = train.objects.get(Path(name).stem)
         objects = {key: value for key, value in objects.items() if key != SCHEDULER}
