@@ -17,6 +17,7 @@ from reshard.containers.torch_objects import Tensor
 from reshard.core.box import Index
 from reshard.core.manifest import MASTER, Claim, Entry
 from reshard.errors import MIXED, CorruptError, UnsupportedError
+from reshard.formats.deepspeed.experts.layout import FIRST_RANK
 from reshard.formats.deepspeed.flat_groups import ALIGNMENT, MAPPINGS, FlatGroup
 from reshard.formats.deepspeed.states import (
     OptimizerStates,
@@ -62,7 +63,8 @@ def read_groups(
         for inside, own in divide_members(members, parts):
             # Each rank lists the experts that it has under the names of the first rank's.
             first = dict(zip(members, inside, strict=False))
-            listed = first | {wrapped_names.get(name, name): fqn for name, fqn in first.items()}
+            listed = {name.removesuffix(FIRST_RANK): fqn for name, fqn in first.items()}
+            listed |= {wrapped_names.get(name, name): fqn for name, fqn in first.items()}
             yield SavedGroup(group, _find_layout(group, inside, own), own, listed)
 
 

@@ -56,7 +56,7 @@ class _ExpertLayer:
         return f"{self.path}.experts.{part}"
 
     def name_rank_weight(self, part: str, rank: int) -> str:
-        """Return a name for the experts of one expert-parallel rank."""
+        """Return a name for the experts of one expert-parallel rank; see `layout.FIRST_RANK`."""
         return f"{self.name_weight(part)}@{rank}"
 
 

@@ -15,6 +15,7 @@ _NAME = re.compile(
     r"(.*\.deepspeed_moe\.|deepspeed_moe\.)experts\.deepspeed_experts\.(\d{1,9})\.(.*)"
 )
 EXPERT_TENSOR = "etp"  # axis of a mesh: the ranks that share each expert
+FIRST_RANK = "@0"  # ends the name of the first rank's experts in a tensor of all (AutoEP)
 _GROUP = re.compile(r"ep_size_(\d{1,9})")
 
 
