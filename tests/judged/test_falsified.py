@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections import Counter
+from pathlib import Path
 
 import pytest
 import torch
@@ -83,6 +85,16 @@ def test_what_follows_from_the_parameters_is_compared(copied, case, key):
         if key in CLAIMS:
             check_identity(formats.read(run), "none")
         path.write_bytes(content)
+
+
+def test_the_model_states_of_a_universal_checkpoint_are_compared(made, tmp_path):
+    root = Path(shutil.copytree(made / "universal_z3" / "universal", tmp_path / "universal"))
+    path = max(root.rglob("*model_states.pt"))
+    state = torch.load(path, weights_only=False)
+    state["global_steps"] += 1
+    torch.save(state, path)
+    with pytest.raises(ReshardError, match="global_steps is 4, but 3"):
+        formats.read(root)
 
 
 def test_both_copies_of_a_frozen_parameter_are_compared(copied, tmp_path):

@@ -132,7 +132,7 @@ def read(
     ranks = map_files(
         sorted(files.optim), lambda rank: open_optimizer(files.optim[rank], rank, cache)
     )
-    _check_models(models)
+    check_models(models)
     models = unwrap_names([_with_shapes(first, ranks), *models[1:]])
     _check_ranks(ranks, models[0])
     _check_settings(models, ranks)
@@ -170,7 +170,12 @@ def _is_weights_only(first: ModelStates) -> bool:
     return first.file.stamp is not None and get_zero_section(first.config).get("stage") == 0
 
 
-def _check_models(models: Sequence[ModelStates]) -> None:
+def check_models(models: Sequence[ModelStates]) -> None:
+    """Check that the data-parallel ranks' model states are of one save and one model.
+
+    Raises:
+        CorruptError: two ranks differ.
+    """
     # Compare what the files themselves state: `autoep` adds all ranks' experts to the first's list.
     stated = [ModelStates(model.file, model.file.root) for model in select_distinct(models)]
     for key in _OF_EVERY_MODEL:

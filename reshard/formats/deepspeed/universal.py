@@ -47,6 +47,7 @@ from reshard.formats.deepspeed.states import (
     unwrap_name,
     unwrap_names,
 )
+from reshard.formats.deepspeed.tag_directory import check_models
 from reshard.formats.deepspeed.train_state import name_members, read_train_state
 from reshard.formats.deepspeed.universal_ranks import SourceRanks, find_source_ranks
 from reshard.layouts.model_parallel import shards
@@ -73,6 +74,8 @@ def read(location: Location, rules: Path | None = None) -> Manifest:
     files: dict[str, TorchFile] = {state.file.path: state.file for state in models}
     # Each file is a model-parallel rank's, or a data-parallel rank's.
     per_rank = not Path(models[0].file.path).name.startswith("zero_pp_rank_")
+    if not per_rank:
+        check_models(models)
     ranks = find_source_ranks(models if per_rank else models[:1], str(location), rules)
     shapes = {fqn: shape for group in ranks.shapes for fqn, shape in group.items()}
     fqns = {name: fqn for fqn, name in model.wrapped_names.items()}
