@@ -190,7 +190,8 @@ def _to_numbers(side: bytearray, at: Any, dtype: DType) -> Any:
     if dtype.family == "float":
         stored: Any = np.frombuffer(side, cast.get_numpy_dtype(dtype, casting=True))[at]
         return cast.as_numbers(stored, dtype).astype(np.float64)
-    values: Any = np.frombuffer(side, np.dtype(dtype.name))[at]
+    # An element of two packed numbers is compared as its byte.
+    values: Any = np.frombuffer(side, np.dtype("u1" if dtype.packed > 1 else dtype.name))[at]
     if dtype.family == "complex":
         return values.astype(np.complex128)
     return values.astype(np.uint64 if dtype.name == "uint64" else np.int64)

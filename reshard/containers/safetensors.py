@@ -131,6 +131,10 @@ def _parse_chunk(path: str, name: str, data_start: int, value: Any) -> Chunk:
     dtype = dtypes.BY_SAFETENSORS.get(code)
     if dtype is None:
         raise UnsupportedError(path, f"{name!r} has dtype {code!r}, which reshard does not know")
+    if dtype.packed > 1:
+        if not shape or shape[-1] % dtype.packed:
+            raise UnsupportedError(path, f"{name!r}: rows of {code} {shape} do not fill bytes")
+        shape = (*shape[:-1], shape[-1] // dtype.packed)
     if stop - start != prod(shape) * dtype.itemsize:
         raise CorruptError(
             path,
@@ -173,7 +177,7 @@ def lay_out(
     )
     at = 0
     for entry, dtype in ordered:
-        if not dtype.safetensors:
+        if not dtype.safetensors or (dtype.packed > 1 and not entry.shape):
             raise UnsupportedError(
                 entry.fqn,
                 f"safetensors has no dtype for {dtype}",
@@ -182,7 +186,7 @@ def lay_out(
         stop = at + entry.numel * dtype.itemsize
         header[entry.fqn] = {
             "dtype": dtype.safetensors,
-            "shape": list(entry.shape),
+            "shape": [*entry.shape[:-1], *(size * dtype.packed for size in entry.shape[-1:])],
             "data_offsets": [at, stop],
         }
         at = stop

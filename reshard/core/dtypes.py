@@ -14,7 +14,7 @@ from reshard.errors import UnsupportedError, UsageError
 if TYPE_CHECKING:
     import torch
 
-Family = Literal["float", "float8", "int", "bool", "complex"]
+Family = Literal["float", "float8", "float4", "int", "bool", "complex"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,6 +26,7 @@ class DType:
         family: only ``float`` is ever cast.
         safetensors: code in a safetensors header; empty if that format does not have the type.
         storage: class name in a ``torch.save`` stream; empty if torch has no such class.
+        packed: numbers in one element, each of which safetensors counts in the last dim.
     """
 
     name: str
@@ -33,6 +34,7 @@ class DType:
     family: Family
     safetensors: str
     storage: str = ""
+    packed: int = 1
 
     def __str__(self) -> str:
         return self.name
@@ -40,7 +42,7 @@ class DType:
     @property
     def can_train(self) -> bool:
         """Whether a tensor of this dtype can have a gradient."""
-        return self.family in ("float", "float8", "complex")
+        return self.family in ("float", "float8", "float4", "complex")
 
     def to_torch(self) -> torch.dtype:
         """Return the dtype as an object of the installed torch.
@@ -88,6 +90,7 @@ ALL = (  # in the order in which safetensors stores tensors: widest first
     E5M2,
     DType("int8", 1, "int", "I8", "CharStorage"),
     UINT8,
+    DType("float4_e2m1fn_x2", 1, "float4", "F4", packed=2),
     DType("bool", 1, "bool", "BOOL", "BoolStorage"),
     DType("complex128", 16, "complex", "", "ComplexDoubleStorage"),
 )

@@ -8,8 +8,10 @@ from __future__ import annotations
 import json
 from types import SimpleNamespace
 
+import fsspec
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file, save_file
 from transformers import (
     AutoModelForCausalLM,
@@ -23,6 +25,7 @@ from transformers import (
 from transformers.integrations.finegrained_fp8 import Fp8Quantize
 
 import reshard
+from reshard.filesystem import CheckpointFileSystem
 from tests.judges import begin_worker as worker
 from tests.judges.ranks import run_in_turn
 from tests.quantised.models import (
@@ -244,3 +247,36 @@ def test_a_conversion_has_the_names_and_values_of_the_model_in_memory(tmp_path):
     with reshard.open(tmp_path / "dcp") as checkpoint:
         assert checkpoint.keys() == want.keys()
         assert [n for n, t in want.items() if not torch.equal(checkpoint[n][...].to(t), t)] == []
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_float4_keeps_its_bits_through_every_command(tmp_path, ranks):
+    """A byte of ``float4_e2m1fn_x2`` has two numbers, which safetensors counts one by one."""
+    chance = torch.Generator().manual_seed(4)
+    codes = torch.randint(0, 256, (6, 10), generator=chance, dtype=torch.uint8)
+    want = {"a": codes.view(torch.float4_e2m1fn_x2), "b": torch.ones(3)}
+    source, merged = tmp_path / "model.safetensors", tmp_path / "merged"
+    save_file(want, source, {"format": "pt"})
+    reshard.merge(source, tmp_path / "out.pt", dtype="bf16")
+    assert torch.equal(torch.load(tmp_path / "out.pt")["a"].view(torch.uint8), codes)
+    reshard.merge(tmp_path / "out.pt", merged)
+    assert torch.equal(load_file(merged / "model.safetensors")["a"].view(torch.uint8), codes)
+    for to in ("dcp", "fsdp2"):
+        reshard.split(source, tmp_path / to, to=to, world_size=ranks)
+        reshard.merge(tmp_path / to, tmp_path / f"{to}.safetensors")
+        assert (tmp_path / f"{to}.safetensors").read_bytes() == source.read_bytes()
+    loaded = {"a": torch.zeros_like(codes).view(want["a"].dtype), "b": torch.zeros(3)}
+    with pytest.warns(UserWarning, match="single process"):
+        dcp.load({"model": loaded}, checkpoint_id=tmp_path / "dcp", no_dist=True)
+    assert torch.equal(loaded["a"].view(torch.uint8), codes)
+    assert reshard.verify(source, deep=True).passed
+    assert "float4_e2m1fn_x2" in str(reshard.inspect(source))
+    fsspec.register_implementation("reshard", CheckpointFileSystem, clobber=True)
+    files = fsspec.filesystem("reshard", fo=str(tmp_path / "dcp"))
+    (tmp_path / "read").write_bytes(files.cat_file("model.safetensors"))
+    assert torch.equal(load_file(tmp_path / "read")["a"].view(torch.uint8), codes)
+    files.close()
+    codes[5, 9] ^= 0x10  # the other number of the last byte
+    save_file(want, tmp_path / "other.safetensors")
+    (difference,) = reshard.diff(source, tmp_path / "other.safetensors").unequal
+    assert (difference.fqn, difference.count) == ("a", 1)

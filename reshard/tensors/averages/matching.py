@@ -221,7 +221,7 @@ class _Averager:
             return last
         if last.dtype.family == "int" and not last.shape and len({e.dtype for e in entries}) == 1:
             return self._take_largest(entries)
-        if last.dtype.family == "float8":
+        if last.dtype.family in ("float8", "float4"):
             raise UnsupportedError(
                 last.fqn,
                 f"{last.dtype} codes differ between the checkpoints, and codes cannot be averaged",
