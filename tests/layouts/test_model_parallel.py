@@ -123,6 +123,14 @@ def test_an_unknown_name_is_told_with_the_nearest_ones():
         load_table("megatron").require("decoder.layers.0.mlp.linear_fc3.weight", {})
 
 
+@pytest.mark.parametrize("lines", ["parameters: {'a.*.weight': row}", "hf: {'b.{p}': 'a.*.{p}'}"])
+def test_a_star_is_refused_when_a_file_is_parsed(tmp_path, lines):
+    (tmp_path / "my.yaml").write_text(lines)
+    with pytest.raises(UsageError, match=r"'a\.\*.*' has a '\*', which matches nothing") as told:
+        add_user_rules(load_table("megatron"), tmp_path / "my.yaml")
+    assert told.value.remedy == "write {i} for a number and {p} for any last component of a name"
+
+
 def test_a_user_s_lines_count_before_the_table_s(tmp_path):
     file = tmp_path / "my.yaml"
     file.write_text(

@@ -388,6 +388,13 @@ def _parse_table(root: Mapping[str, Any], source: str) -> Table:
     lines, hf = root.get("parameters", {}), root.get("hf", {})
     if not (lines or hf or root.get("families")):
         raise UsageError(source, "has neither 'parameters' nor 'hf'", FORM)
+    for name in map(str, (*lines, *hf, *hf.values())):
+        if "*" in name:
+            raise UsageError(
+                source,
+                f"{name!r} has a '*', which matches nothing",
+                "write {i} for a number and {p} for any last component of a name",
+            )
     return Table(
         source,
         tuple(
