@@ -13,11 +13,10 @@ from dataclasses import dataclass
 from itertools import product
 from typing import Any
 
-from reshard.containers.torch_objects import Tensor
 from reshard.core.box import Index
 from reshard.core.manifest import MASTER, Claim, Entry
-from reshard.errors import MIXED, CorruptError, UnsupportedError
-from reshard.formats.deepspeed.experts.layout import FIRST_RANK
+from reshard.errors import FETCH_MISSING, MIXED, CorruptError, IncompleteError, UnsupportedError
+from reshard.formats.deepspeed.experts.layout import FIRST_RANK, list_expert_data_ranks
 from reshard.formats.deepspeed.flat_groups import ALIGNMENT, MAPPINGS, FlatGroup
 from reshard.formats.deepspeed.states import (
     OptimizerStates,
@@ -29,7 +28,9 @@ from reshard.formats.deepspeed.states import (
     select_scalar_slots,
 )
 from reshard.training import optimizers
+from reshard.units import counted
 
+_MASTERS = "single_partition_of_fp32_groups"
 _Slices = dict[str, tuple[Any, Any]]  # fqn -> start in the partition, number of elements
 
 
@@ -51,12 +52,12 @@ def read_groups(
         CorruptError: the pieces do not add up to the groups' shapes.
     """
     for rank in ranks:
-        count = len(_get_masters(rank))
+        count = len(rank.require_list(_MASTERS))
         if count != len(shapes):
             raise CorruptError(
                 rank.file.path,
-                f"contains {count} groups, but param_shapes lists {len(shapes)}:"
-                " single_partition_of_fp32_groups has one for each",
+                f"contains {count} groups, but param_shapes lists {len(shapes)}: {_MASTERS} has one"
+                " for each",
                 MIXED,
             )
     for group, (members, parts) in enumerate(zip(shapes, owners, strict=True)):
@@ -66,6 +67,28 @@ def read_groups(
             listed = {name.removesuffix(FIRST_RANK): fqn for name, fqn in first.items()}
             listed |= {wrapped_names.get(name, name): fqn for name, fqn in first.items()}
             yield SavedGroup(group, _find_layout(group, inside, own), own, listed)
+
+
+def divide_ranks(
+    ranks: Sequence[OptimizerStates], size: int, config: Mapping[str, Any]
+) -> list[Sequence[OptimizerStates]]:
+    """Return for each expert-parallel rank the ranks that hold its experts, in partition order.
+
+    Args:
+        size: number of expert-parallel ranks; 1 for parameters that all ranks share.
+
+    Raises:
+        IncompleteError: there are fewer ranks.
+    """
+    if size > len(ranks):
+        raise IncompleteError(
+            ranks[0].file.path,
+            f"belongs to a run with {size} expert-parallel ranks, but there are optimizer states"
+            f" of {counted(len(ranks), 'rank')}",
+            FETCH_MISSING,
+        )
+    parts = list_expert_data_ranks(len(ranks), size, config)
+    return [[ranks[rank] for rank in part] for part in parts]
 
 
 def divide_members(
@@ -97,11 +120,6 @@ def find_claims(groups: Iterable[SavedGroup], *, round_robin: bool) -> dict[str,
     return claims
 
 
-def _get_masters(rank: OptimizerStates) -> list[Tensor]:
-    """Return a rank's piece of the master weights of each group."""
-    return rank.require_list("single_partition_of_fp32_groups")
-
-
 def _find_layout(
     group: int, shapes: Mapping[str, Index], ranks: Sequence[OptimizerStates]
 ) -> FlatGroup:
@@ -110,7 +128,7 @@ def _find_layout(
     Raises:
         CorruptError: a rank's master weights have another length.
     """
-    stored = [_get_masters(rank)[group].numel for rank in ranks]
+    stored = [rank.require_list(_MASTERS)[group].numel for rank in ranks]
     tails = [_get_stated(rank, "group_paddings", group) for rank in ranks]
     paddings = require_equal(
         f"param_alignment_paddings of group {group}",
@@ -246,7 +264,7 @@ class SavedGroup:
     def read_entries(self) -> Iterator[Entry]:
         """Yield the master weights, then each slot, in flat order."""
         flat = self.flat
-        masters = [_get_masters(rank)[self.index] for rank in self.ranks]
+        masters = [rank.require_list(_MASTERS)[self.index] for rank in self.ranks]
         yield from flat.split(MASTER, masters, flat.runs)
         states = [rank.get_group_state(self.index) for rank in self.ranks]
         slots = [select_flat_slots(state) for state in states]
@@ -267,21 +285,17 @@ class SavedGroup:
                 yield from flat.split(name, pieces, flat.runs)
             # With an offloaded optimizer, Muon's momentum is as long as the partition.
             elif not is_of_another_length(name, pieces, whole):
-                self._check_whole(name, lengths, whole)
+                for rank, length, numel in zip(self.ranks, lengths, whole, strict=True):
+                    if length != numel:
+                        raise CorruptError(
+                            rank.file.path,
+                            f"group {self.index}: {name} has {length} elements; a partition has"
+                            f" {flat.numel}, and the parameters in it have {numel}",
+                            MIXED,
+                        )
                 yield from flat.split(name, pieces, flat.whole_runs)
         with_state = [each for each in zip(self.ranks, states, strict=True) if each[1]]
         yield from read_scalars(flat.shapes, with_state)
-
-    def _check_whole(self, name: str, lengths: Sequence[int], whole: Sequence[int]) -> None:
-        """Check that each rank has the slots of all members that it shares."""
-        for rank, stored, numel in zip(self.ranks, lengths, whole, strict=True):
-            if stored != numel:
-                raise CorruptError(
-                    rank.file.path,
-                    f"group {self.index}: {name} has {stored} elements; a partition has"
-                    f" {self.flat.numel}, and the parameters in it have {numel}",
-                    MIXED,
-                )
 
 
 def _read_fragment(fragment: Any) -> tuple[Any, Any]:

@@ -36,7 +36,6 @@ from reshard.formats.deepspeed import (
     zenflow,
 )
 from reshard.formats.deepspeed.directory import RankFiles
-from reshard.formats.deepspeed.experts.layout import list_expert_data_ranks
 from reshard.formats.deepspeed.order import get_zero_section
 from reshard.formats.deepspeed.states import (
     ModelStates,
@@ -359,27 +358,9 @@ def _has_codes(rank: OptimizerStates, groups: int) -> bool:
 def _list_sharing_ranks(
     first: ModelStates, ranks: Sequence[OptimizerStates]
 ) -> list[list[Sequence[OptimizerStates]]]:
-    """Return for each group the ranks that share each of its flat tensors.
-
-    A group has one flat tensor; a group of experts has one for each expert-parallel rank.
-
-    Raises:
-        CorruptError: the ranks are not a multiple of the expert-parallel ranks.
-    """
-    uneven = next((size for size in first.expert_ranks if size and len(ranks) % size), None)
-    if uneven is not None:
-        raise CorruptError(
-            first.file.path,
-            f"lists experts that {uneven} ranks share; there are optimizer states of {len(ranks)}",
-            MIXED,
-        )
-    return [
-        [
-            [ranks[rank] for rank in own]
-            for own in (list_expert_data_ranks(len(ranks), size, first.config) if size else ())
-        ]
-        for size in first.expert_ranks or (1,) * len(first.shapes)
-    ]
+    """Return for each group the ranks that share each of its flat tensors."""
+    sizes = first.expert_ranks or (1,) * len(first.shapes)
+    return [stage12.divide_ranks(ranks, size, first.config) if size else [] for size in sizes]
 
 
 def _iterate_unread(

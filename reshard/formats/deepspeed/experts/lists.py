@@ -12,23 +12,13 @@ from dataclasses import replace
 from typing import Any
 
 from reshard.containers.torch_objects import Tensor
-from reshard.errors import (
-    FETCH_MISSING,
-    MIXED,
-    CorruptError,
-    IncompleteError,
-    UnsupportedError,
-)
+from reshard.errors import MIXED, CorruptError, UnsupportedError
 from reshard.formats.deepspeed import order
 from reshard.formats.deepspeed.directory import RankFiles
-from reshard.formats.deepspeed.experts.layout import (
-    find_expert_parallel_size,
-    list_expert_data_ranks,
-)
+from reshard.formats.deepspeed.experts.layout import find_expert_parallel_size
+from reshard.formats.deepspeed.flat_groups import MAPPINGS
+from reshard.formats.deepspeed.stage12 import divide_ranks
 from reshard.formats.deepspeed.states import ModelStates, OptimizerStates, open_optimizer
-from reshard.units import counted
-
-_MAPPINGS = "param_slice_mappings"
 
 
 def complete(first: ModelStates, files: RankFiles, module: Mapping[str, Any]) -> ModelStates:
@@ -49,14 +39,7 @@ def complete(first: ModelStates, files: RankFiles, module: Mapping[str, Any]) ->
     shapes = []
     for index, group in enumerate(groups):
         size = find_expert_parallel_size(group) or 1
-        if size > len(ranks):
-            raise IncompleteError(
-                ranks[0].file.path,
-                f"belongs to a run with {size} expert-parallel ranks, but there are optimizer"
-                f" states of {counted(len(ranks), 'rank')}",
-                FETCH_MISSING,
-            )
-        sharing = [ranks[rank] for rank in list_expert_data_ranks(len(ranks), size, config)[0]]
+        sharing = divide_ranks(ranks, size, config)[0]
         names = list(dict.fromkeys(name for rank in sharing for name in _list_names(rank, index)))
         if order.requests_round_robin(config):  # DeepSpeed makes the lists before it reorders
             names = order.to_round_robin(names, len(sharing))
@@ -72,11 +55,11 @@ def complete(first: ModelStates, files: RankFiles, module: Mapping[str, Any]) ->
 
 def _list_names(rank: OptimizerStates, index: int) -> Sequence[str]:
     """Return the parameters of which a rank's partition of a flat tensor holds elements."""
-    mappings = rank.root.get(_MAPPINGS)
+    mappings = rank.root.get(MAPPINGS)
     if not isinstance(mappings, list) or index >= len(mappings):
         raise UnsupportedError(
             rank.file.path,
-            f"does not state which parameters it holds ({_MAPPINGS} of group {index}): DeepSpeed"
+            f"does not state which parameters it holds ({MAPPINGS} of group {index}): DeepSpeed"
             " before 0.19 lists the parameters of a run with experts nowhere else",
         )
     return [str(name) for name in mappings[index]]

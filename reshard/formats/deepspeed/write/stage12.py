@@ -43,6 +43,7 @@ def make_rank_states(
         _WrittenGroup(spec, group, flat)
         for group, flat in zip(spec.groups, spec.flats, strict=True)
     ]
+    param_groups = spec.build_param_groups()
     for rank in ranks:
         cuts = [
             written.cut_partition(spec.locate_partition(written.group, rank)) for written in groups
@@ -55,10 +56,7 @@ def make_rank_states(
                 "dynamic_loss_scale": spec.scaler["dynamic"],
                 "overflow": False,
                 **({} if spec.clip is None else {"clip_grad": spec.clip}),  # else the new run's own
-                "base_optimizer_state": {
-                    "state": states,
-                    "param_groups": spec.build_param_groups(),
-                },
+                "base_optimizer_state": {"state": states, "param_groups": param_groups},
                 "single_partition_of_fp32_groups": [cut["master"] for cut in cuts],
                 "zero_stage": make_stage_enum(spec.stage),
                 **{key: [cut[key] for cut in cuts] for key in _NUMBERS},
