@@ -250,7 +250,7 @@ def test_no_module_uses_pickle_or_runs_code():
         ("reshard.system.compiled", "importlib"),  # its own compiled modules
         ("reshard.formats.registry", "importlib"),  # its own packages, and installed extensions
         ("reshard.model.library", "importlib.util"),  # finds transformers and imports nothing
-        ("reshard.commands.demo", "importlib.util"),  # finds torch and transformers
+        ("reshard.system.optional", "importlib.util"),  # finds torch and transformers
         ("reshard.live.safe_load", "pickle"),  # the error of torch.load(weights_only=True)
         ("reshard.model.build", "pkgutil"),  # --model module:factory runs the user's own code
         ("reshard.commands.programs", "subprocess"),  # resume-check starts the user's own program

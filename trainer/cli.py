@@ -171,7 +171,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         library = (error.name or "").partition(".")[0]
         if library not in _LIBRARIES:
             raise
-        _print_error(f"{library} is not installed\n  -> pip install 'reshard[transformers]'")
+        _print_error(f"{library} is not installed\n  -> pip install {library}")
         return 2
     except (KeyboardInterrupt, click.Abort):
         _print_error("interrupted")

@@ -19,18 +19,11 @@ import click
 from reshard.cli.commands import cli
 from reshard.cli.run import print_message
 from reshard.errors import INTERRUPTED, ReshardError
-from reshard.system import signals
+from reshard.system import optional, signals
 
 __all__ = ["cli", "main"]
 
 _OUT_OF_MEMORY = "out of memory; pass a smaller --max-memory or fewer --workers"
-# Libraries that only some commands need -> the extra of the package that installs them.
-_EXTRAS = {
-    "torch": "torch",
-    "transformers": "transformers",
-    "fsspec": "remote",
-    "mfusepy": "mount",
-}
 # New objects per garbage collection; the default of 700 costs a tenth of the start.
 _NEW_OBJECTS = 50_000
 
@@ -52,6 +45,8 @@ def main() -> NoReturn:
 
 
 def _explain(error: BaseException) -> int:  # noqa: PLR0911 - one return per exit code
+    if isinstance(error, ModuleNotFoundError):
+        error = optional.explain(error, "this command") or error
     if isinstance(error, click.exceptions.Exit):
         return error.exit_code
     if isinstance(error, click.ClickException):
@@ -74,12 +69,6 @@ def _explain(error: BaseException) -> int:  # noqa: PLR0911 - one return per exi
         return _fail("; ".join([_OUT_OF_MEMORY, *map(str, error.args)]), code=4)
     if isinstance(error, OSError):
         return _explain_os_error(error)
-    if isinstance(error, ModuleNotFoundError) and error.name in _EXTRAS:
-        return _fail(
-            f"this command needs {error.name}, which is not installed",
-            f"  -> pip install 'reshard[{_EXTRAS[error.name]}]'",
-            code=2,
-        )
     return _fail(f"a bug in reshard ({type(error).__name__}: {error}); -v shows where", code=70)
 
 

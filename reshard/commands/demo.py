@@ -11,7 +11,6 @@ from __future__ import annotations
 import shlex
 import sys
 from collections.abc import Callable
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +20,7 @@ from reshard.commands.merge.options import MergeOptions
 from reshard.commands.resume_check.command import open_folder, resume_check
 from reshard.commands.resume_check.options import ResumeCheckOptions
 from reshard.errors import DifferentError
+from reshard.system import optional
 
 Print = Callable[[str], None]
 
@@ -46,11 +46,10 @@ def demo(keep: Path | None, print_line: Print) -> bool:
     Raises:
         DifferentError: the trainer failed.
         ReshardError: a command failed.
-        ModuleNotFoundError: torch or transformers is not installed.
+        MissingModuleError: torch or transformers is not installed.
     """
     for name in ("torch", "transformers"):
-        if find_spec(name) is None:
-            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+        optional.require(name, "the demo")
     with open_folder(keep, "reshard-demo-") as folder:
         run, log, model = folder / "run", folder / "run.jsonl", folder / "model"
         _train([*_TRAIN.split(), "--save", str(run), "--log", str(log)], folder, print_line)

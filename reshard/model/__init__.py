@@ -21,11 +21,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from reshard.errors import UnsupportedError
-from reshard.model import library
 from reshard.model import wrap as wrapping
 from reshard.model.build import build, build_configured
 from reshard.model.shapes import ModelShapes, Unit, describe_module
+from reshard.system import optional
 
 if TYPE_CHECKING:
     from torch import nn
@@ -55,20 +54,17 @@ class ModelHint(NamedTuple):
                 ``MixedPrecision``: it makes every batch norm a unit of its own.
 
         Raises:
-            UnsupportedError: the library that builds the model is not installed.
+            MissingModuleError: the library that builds the model is not installed.
         """
         if self.known is not None:
             return self.known
         try:
             return self._build(units)
         except ModuleNotFoundError as error:
-            if error.name not in ("torch", "transformers"):
+            missing = optional.explain(error, f"building the model of {self.model}")
+            if missing is None:
                 raise
-            raise UnsupportedError(
-                self.model,
-                f"cannot be used, because {error.name} is not installed",
-                library.INSTALL,
-            ) from error
+            raise missing from error
 
     def _build(self, units: Iterable[str]) -> ModelShapes:
         if self.by_blocks and self.wrap is None:

@@ -17,6 +17,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from reshard.system.optional import install
+
 _TIED = re.compile(r"_tied_weights_keys\s*(?::[^=\n]*)?=\s*\{(.*?)\}", re.DOTALL)
 _TIED_PAIR = re.compile(r"[\"']([^\"']+)[\"']\s*:\s*[\"']([^\"']+)[\"']")
 # A key of a dict, or the subscript of an assignment. ``ast`` finds the same keys in 20 ms more.
@@ -27,7 +29,7 @@ _PART = re.compile(r"^( +)self\.(\w+) = (?:nn\.)?(\w+)\(", re.MULTILINE)
 _OWNS_WEIGHTS = re.compile(r"Linear|Embedding|Conv\w+|\w*Norm|Parameter")
 _INDENT = 8  # columns before a statement of ``__init__`` that no condition precedes
 _WORD = re.compile(r"[A-Za-z_]\w*")
-INSTALL = "pip install 'reshard[transformers]'"
+INSTALL = install("torch", "transformers")
 HEAD = "lm_head.weight"
 EMBEDDINGS = ("model.embed_tokens.weight", "transformer.wte.weight", "gpt_neox.embed_in.weight")
 """Input embeddings of causal language models, which `HEAD` may be tied to."""

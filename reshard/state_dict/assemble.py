@@ -29,7 +29,6 @@ from reshard.errors import (
     MIXED,
     CorruptError,
     IncompleteError,
-    UnsupportedError,
     UsageError,
 )
 from reshard.layouts.mesh import ROLES
@@ -45,6 +44,7 @@ from reshard.state_dict.memory_form import (
     restore_memory_form,
 )
 from reshard.state_dict.optimizers import selection, states
+from reshard.state_dict.optimizers.layouts import KnownParameters
 from reshard.state_dict.optimizers.states import ParsedOptimizer
 from reshard.state_dict.own_values import keep_own_values
 from reshard.state_dict.plain_values import to_plain
@@ -56,6 +56,7 @@ from reshard.state_dict.tree import (
     is_tensor,
 )
 from reshard.system.files import SourceFiles
+from reshard.system.optional import MissingModuleError
 from reshard.training.optimizers import SETTINGS
 from reshard.units import some
 
@@ -91,7 +92,14 @@ def build_manifest(
     """
     _refuse_mixed(parsed)
     parts = sections.find(parsed.root, parsed.where, key)
-    model, notes = _resolve_model(parts, parsed, model_hint, nearby)
+    install = ""
+    try:
+        model, notes = _resolve_model(parts, parsed, model_hint, nearby)
+    except MissingModuleError as error:
+        if model_hint:
+            raise
+        install = error.remedy
+        model, notes = None, [f"{error.where} {error.problem}"]
     state, units = _resolve_flat_params(parts, parsed, model)
     weights = _resolve_weights(state, parsed, model)
     flats = any(flat_params.parse_prefix(key) is not None for key in parts.model)
@@ -109,12 +117,11 @@ def build_manifest(
         read, entries = selection.select_optimizers(
             parts,
             entries,
-            units,
+            KnownParameters({}, units, ignored=ignored, missing=install),
             model,
             parsed,
             pool,
             by_trainer=origin.facts.divides_by_decay,
-            ignored=ignored,
         )
     trained = _name_as_trained(entries, read)
     entries = trained or entries
@@ -314,7 +321,9 @@ def _resolve_model(
         return None, open_end
     try:
         model = nearby.shapes(prefixes)
-    except (UsageError, UnsupportedError) as error:
+    except MissingModuleError:
+        raise
+    except UsageError as error:
         return None, [*open_end, f"{nearby.model}: {error.problem}"]
     parts.model, model = _restore_form(parts.model, model, parsed, optimized)
     mismatch = _describe_mismatch(model, parts.model)

@@ -13,6 +13,7 @@ from reshard.engine.move.fill import fill
 from reshard.engine.planning.copies import plan_block
 from reshard.errors import UsageError
 from reshard.system.files import SourceFiles
+from reshard.system.optional import needed_for
 from reshard.training.optimizers import name_slots
 from reshard.units import counted, show_count
 
@@ -159,7 +160,8 @@ class LazyTensor:
             TypeError: a part of the index is neither an int nor a slice.
             ReshardError: a file cannot be read, or the installed torch does not have the dtype.
         """
-        import torch
+        with needed_for("a tensor in memory"):
+            import torch
 
         origin, shape, steps, dropped = _parse_index(index, self.shape)
         box = Box(origin, shape)

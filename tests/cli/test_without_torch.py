@@ -14,7 +14,8 @@ from safetensors.numpy import load_file
 LLAMA = Path(__file__).resolve().parents[2] / "examples" / "llama-zero3-4ranks"
 BLOCKED = """
 import sys
-sys.modules["torch"] = sys.modules["transformers"] = None
+for name in ("torch", "transformers"):
+    sys.modules[name] = None
 from reshard.cli import main
 main()
 """
@@ -26,15 +27,18 @@ def run(tmp_path_factory):
     place = tmp_path_factory.mktemp("without")
     shutil.copytree(LLAMA, place / "run")
 
-    def call(line):
+    def call(line, *, hidden="", code=BLOCKED):
+        if hidden:
+            code = code.replace('"torch", "transformers"', f'"{hidden}",')
         return subprocess.run(
-            [sys.executable, "-c", BLOCKED, *line.split()],
+            [sys.executable, "-c", code, *line.split()],
             cwd=place,
             check=False,
             capture_output=True,
             text=True,
         )
 
+    call.place = place
     return call
 
 
@@ -61,10 +65,11 @@ def test_the_model_of_a_trainer_is_merged_without_its_optimizer(run, tmp_path):
     for line in (f"inspect {source}", f"verify {source}", f"merge {source} {tmp_path}/model"):
         done = run(line)
         assert done.returncode == 0, (line, done.stderr)
-    assert "cannot be used, because transformers is not installed" in done.stdout
+    assert "transformers is not installed, and building the model of" in done.stdout
     done = run(f"split {source} {tmp_path}/split --world-size 2")
     assert done.returncode == 1
     assert "cannot be assigned to parameters" in done.stderr
+    assert "-> pip install transformers, or leave out the optimizer" in done.stderr
 
 
 def test_a_directory_has_the_names_of_the_source_and_says_so(run):
@@ -83,13 +88,42 @@ def test_a_table_names_the_weights_of_megatron(run, tmp_path):
 
 @pytest.mark.parametrize(
     ("line", "lacking"),
-    [("merge run/ named/ --names hf", "transformers"), ("demo", "torch")],
+    [("merge run/ named/ --names hf", "torch transformers"), ("demo", "torch")],
 )
 def test_what_needs_a_library_names_it_and_how_to_install_it(run, line, lacking):
     done = run(line)
     assert done.returncode == 2
-    assert f"reshard[{lacking}]" in done.stderr
+    assert f"pip install {lacking}" in done.stderr
     assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("hidden", "line", "packages"),
+    [
+        ("fsspec", "inspect s3://bucket/run", "fsspec s3fs"),
+        ("s3fs", "merge s3://bucket/run out", "fsspec s3fs"),
+        ("gcsfs", "inspect gs://bucket/run", "fsspec gcsfs"),
+        ("huggingface_hub", "merge run/ hf://me/model", "huggingface_hub"),
+        ("jinja2", "inspect run/ --html page.html", "jinja2"),
+        ("mfusepy", "mount run/ place", "mfusepy"),
+    ],
+)
+def test_a_missing_library_is_named_with_the_command_that_installs_it(run, hidden, line, packages):
+    (Path(run.place) / "place").mkdir(exist_ok=True)
+    done = run(line, hidden=hidden)
+    assert done.returncode == 2, done.stderr
+    assert f"-> pip install {packages}" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_a_tensor_without_torch_is_an_error_of_reshard(run):
+    code = BLOCKED.partition("from reshard")[0] + (
+        "import reshard\nfrom reshard.errors import UsageError\n"
+        "try:\n    reshard.open('run')['lm_head.weight'][:2]\n"
+        "except UsageError as error:\n    print(error)"
+    )
+    done = run("", code=code)
+    assert "torch: is not installed, and a tensor in memory needs it" in done.stdout, done.stderr
 
 
 def test_the_trainer_names_what_it_needs(tmp_path):
@@ -97,5 +131,5 @@ def test_the_trainer_names_what_it_needs(tmp_path):
     command = [sys.executable, "-c", code, "--nproc", "2", "--report-memory"]
     done = subprocess.run(command, cwd=tmp_path, check=False, capture_output=True, text=True)
     assert done.returncode == 2
-    assert "torch is not installed\n  -> pip install 'reshard[transformers]'" in done.stderr
+    assert "torch is not installed\n  -> pip install torch" in done.stderr
     assert "Traceback" not in done.stderr

@@ -52,6 +52,7 @@ class KnownParameters:
         blocks: the blocks in which the files store each weight; its state, cut like it, must have
             the same ones. Empty: not compared.
         are_joined: whether the param groups are those of several optimizers.
+        missing: what to do to have a model; empty: name one.
         others: files with weights of other modules of the same model, which were not read.
     """
 
@@ -67,6 +68,7 @@ class KnownParameters:
     blocks: Mapping[str, frozenset[Box]] = field(default_factory=dict)
     others: Sequence[str] = ()
     are_joined: bool = False
+    missing: str = ""
 
     def name_by_groups(
         self, candidates: Mapping[Any, Signature], signs: SignatureGroups

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from itertools import chain, takewhile
 from typing import Any
@@ -14,7 +14,7 @@ from reshard.core.chunks import find_boxes
 from reshard.core.manifest import PARAM, Entry, UnnamedOptimizer
 from reshard.model import ModelShapes
 from reshard.model.weight_decay import divide_parameters
-from reshard.state_dict import flat_params, sections
+from reshard.state_dict import sections
 from reshard.state_dict.optimizers import states
 from reshard.state_dict.optimizers.layouts import KnownParameters
 from reshard.state_dict.optimizers.states import ParsedOptimizer
@@ -28,24 +28,22 @@ _MERGED = "{} optimizers are merged into one with all param groups: {}"
 def select_optimizers(
     parts: sections.Sections,
     weights: dict[str, Entry],
-    units: Sequence[flat_params.FlatUnit],
+    known: KnownParameters,
     model: ModelShapes | None,
     parsed: ParsedTree,
     pool: SourceFiles,
     *,
     by_trainer: bool,
-    ignored: frozenset[str],
 ) -> tuple[list[ParsedOptimizer], dict[str, Entry]]:
     """Return the model's optimizers, and the weights with trained ones marked as parameters.
 
     Args:
         weights: entries by fqn, with their kinds as known so far.
-        units: the model's flat parameters, including those that were already resolved.
+        known: with the model's flat parameters, including those that were already resolved.
         by_trainer: whether HF Trainer saved the checkpoint.
-        ignored: the parameters beside flat ones that FSDP did not shard.
     """
     read: dict[sections.Path, ParsedOptimizer] = {}
-    known = KnownParameters({}, units, parsed.world, ordered=parsed.ordered, ignored=ignored)
+    known = replace(known, world=parsed.world, ordered=parsed.ordered)
     tops = {fqn.partition(".")[0] for fqn in weights}
     known = replace(known, others=[file for file, top in parsed.modules.items() if top not in tops])
     if model is not None:

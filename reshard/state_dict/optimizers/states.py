@@ -501,10 +501,10 @@ def _add_numbered(
     except AmbiguousError as reason:
         misfit = isinstance(reason, UnknownShapeError)
         wrap = _WRAP if misfit and known.model and not (known.units or reason.advice) else ""
-        parsed.why_unnamed = UnnamedOptimizer(
-            str(reason), known.model, reason.advice or wrap, misfit
-        )
-        advice = f" ({wrap})" if wrap else "" if known.model or reason.advice else _ASK
+        advice = reason.advice or wrap or known.missing
+        parsed.why_unnamed = UnnamedOptimizer(str(reason), known.model, advice, misfit)
+        ask = f" ({wrap or known.missing})" if wrap or known.missing else _ASK
+        advice = "" if (known.model and not wrap) or reason.advice else ask
         parsed.notes.append(
             f"the optimizer is stored by index, and {reason}; it is left out{advice}"
         )

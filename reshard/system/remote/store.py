@@ -12,6 +12,7 @@ from functools import cache
 from typing import Any
 
 from reshard.errors import IncompleteError, UsageError
+from reshard.system.optional import install
 from reshard.system.ranges import Range
 from reshard.system.remote.attempts import (
     CREDENTIALS,
@@ -241,6 +242,15 @@ def find_store(url: str) -> Store:
     return get_store(url.partition("://")[0])
 
 
+_LIBRARIES = {  # beside fsspec, whose message names those of other schemes
+    **dict.fromkeys(("s3", "s3a"), ("s3fs",)),
+    **dict.fromkeys(("gs", "gcs"), ("gcsfs",)),
+    **dict.fromkeys(("az", "abfs"), ("adlfs",)),
+    "hf": ("huggingface_hub",),
+    **dict.fromkeys(("http", "https"), ("aiohttp", "requests")),
+}
+
+
 def _filesystem(scheme: str) -> Any:
     try:
         import fsspec
@@ -252,7 +262,7 @@ def _filesystem(scheme: str) -> Any:
         raise UsageError(
             f"{scheme}://",
             f"needs a library that is not installed: {error}",
-            "pip install reshard[remote]",
+            install("fsspec", *_LIBRARIES.get(scheme, ())),
         ) from error
     except ValueError as error:
         if str(error).startswith("Protocol not known"):
