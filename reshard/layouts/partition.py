@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Sequence
-from itertools import accumulate
+from itertools import accumulate, product
 from math import prod
 from typing import NamedTuple
 
@@ -118,6 +118,41 @@ def compute_mesh_box(
             origin[dim] += start
             extent[dim] = stop - start
     return Box(tuple(origin), tuple(extent))
+
+
+def compute_packed_boxes(
+    shape: Sequence[int],
+    cuts: Sequence[Cut | None],
+    sizes: Sequence[int],
+    coordinate: Sequence[int],
+) -> list[tuple[Box, Index]]:
+    """Return a rank's blocks of a tensor that packs several of one size, each cut by the same axis.
+
+    torch describes gate and up in one matrix by a ``_StridedShard`` whose split factor is the
+    number of packed tensors.
+
+    Returns:
+        Pairs of a block of the tensor and its origin in what the rank stores; none if several axes
+        cut a dim.
+    """
+    runs = [[(0, 0, extent)] for extent in shape]  # origin, origin in the rank's, extent
+    dims = [cut.dim for cut in cuts if cut]
+    if len(dims) != len(set(dims)):
+        return []
+    for cut, size, at in zip(cuts, sizes, coordinate, strict=True):
+        if cut is None:
+            continue
+        runs[cut.dim], stored = [], 0
+        for number in range(cut.split_factor):
+            start, stop = compute_equal_piece(shape[cut.dim], cut.split_factor, number)
+            low, high = compute_equal_piece(stop - start, size, at)
+            runs[cut.dim].append((start + low, stored, high - low))
+            stored += high - low
+    blocks = []
+    for chosen in product(*runs):
+        origin, local, extent = zip(*chosen, strict=True)
+        blocks.append((Box(origin, extent), local))
+    return blocks
 
 
 def _find_cutting_order(

@@ -11,16 +11,17 @@ from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache
 from math import prod
+from operator import add
 from typing import Any, NamedTuple
 
 from reshard.containers.pickles.values import Call
 from reshard.containers.torch_objects import Tensor, TorchFile, is_wrapped, parse_dtype
-from reshard.core.box import Box, Index, as_index
+from reshard.core.box import Box, Index, as_index, whole
 from reshard.core.chunks import Chunk
 from reshard.core.dtypes import DType
 from reshard.core.manifest import Placement
 from reshard.errors import ALTERED, CorruptError, UnsupportedError
-from reshard.layouts.partition import Cut, compute_mesh_box
+from reshard.layouts.partition import Cut, compute_mesh_box, compute_packed_boxes
 from reshard.quantised import moments
 from reshard.state_dict.device_meshes import DeviceMesh, read_device_mesh
 from reshard.state_dict.global_tensor import GlobalTensor
@@ -190,14 +191,25 @@ def _read_dtensor(
                 "save it with full_tensor(), or on a mesh whose ranks ascend along each axis",
             )
     box = compute_mesh_box(shape, cuts, sizes, coordinate, _read_shard_order(spec, cuts))
-    if box is None:
+    local = call.get("_local_tensor")
+    if box is not None:
+        chunk = _place_shard(file, local, box, dtype)
+        return [chunk] if box.volume or not prod(shape) else []
+    packed = compute_packed_boxes(shape, cuts, sizes, coordinate)
+    if not packed:
         raise UnsupportedError(
             file.path,
             f"contains a DTensor whose strided shards are not blocks: {cuts} on a mesh of {sizes}",
             "save it with DCP, or gather it before saving",
         )
-    chunk = _place_shard(file, call.get("_local_tensor"), box, dtype)
-    return [chunk] if box.volume or not prod(shape) else []
+    last, at = packed[-1]
+    held = _place_shard(file, local, whole(tuple(map(add, at, last.shape))), dtype)
+    return [_crop(held, box, at) for box, at in packed if box.volume or not prod(shape)]
+
+
+def _crop(chunk: Chunk, box: Box, at: Index) -> Chunk:
+    skipped = sum(start * stride for start, stride in zip(at, chunk.byte_strides, strict=True))
+    return replace(chunk, box=box, byte_offset=chunk.byte_offset + skipped)
 
 
 def _name_cuts(mesh: DeviceMesh, cuts: Sequence[Cut | None]) -> Placement:

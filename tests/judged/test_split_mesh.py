@@ -15,6 +15,7 @@ from tests.judged.alike import assert_alike, assert_same_state
 from tests.judged.expected import read_expected
 from tests.judges import mesh_worker as worker
 from tests.judges.ranks import run_in_turn
+from tests.judges.split_worker import EXPECTED
 from tests.trainer import worlds
 
 pytestmark = pytest.mark.slow
@@ -222,6 +223,24 @@ def test_packed_weights_are_refused(trained, tmp_path, monkeypatch):
     monkeypatch.setattr(shapes, "_collect_tensor_plans", lambda _root: packed)
     with pytest.raises(UnsupportedError, match="several blocks"):
         split(trained[0] / FLAT / "ranks", tmp_path / "out", TENSOR, model=MODEL)
+
+
+@pytest.mark.parametrize(("ranks", "new_ranks"), [(2, 2), (2, 4), (4, 2)])
+def test_packed_weights_are_read_and_continue(tmp_path, ranks, new_ranks):
+    """Gate and up of Mixtral are one tensor, which a ``_StridedShard`` of one axis cuts."""
+    cuts, losses = worlds.run(ranks, worker.save_packed, tmp_path)[0]
+    assert any("StridedShard(dim=1, sf=2)" in each for each in cuts)
+    wanted = torch.load(tmp_path / EXPECTED)
+    with reshard.open(tmp_path / "ranks") as checkpoint:
+        assert len(checkpoint) == sum("/" not in name for name in wanted)
+        for name, value in wanted.items():
+            fqn, _, slot = name.partition("/")
+            found = checkpoint.optimizer(slot)[fqn] if slot else checkpoint[fqn]
+            assert torch.equal(found[...], value), name
+    split(tmp_path / "ranks", tmp_path / "out", f"tp={new_ranks}")
+    wrong, continued = worlds.run(new_ranks, worker.resume_packed, tmp_path / "out", tmp_path)[0]
+    assert wrong == []
+    assert continued == (losses if new_ranks == ranks else pytest.approx(losses, rel=1e-5))
 
 
 def test_blocks_that_torch_itself_states_wrongly(tmp_path):

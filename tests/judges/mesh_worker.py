@@ -29,6 +29,7 @@ from torch.distributed.tensor.parallel import (
     RowwiseParallel,
     parallelize_module,
 )
+from transformers import MixtralConfig, MixtralForCausalLM
 from transformers.distributed.tensor_parallel import apply_tensor_parallelism
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
@@ -223,6 +224,63 @@ def by_transformers(model, mesh):
     plan = model._expand_parallel_plan(model.tp_plan)
     apply_tensor_parallelism(model, mesh[TENSOR], plan)
     model.tie_weights()
+
+
+def packed(ranks, seed):
+    """Return a mixture of experts whose gate and up are one tensor, cut by transformers' plan."""
+    config = MixtralConfig(
+        vocab_size=64,
+        hidden_size=16,
+        intermediate_size=32,
+        num_hidden_layers=1,
+        num_attention_heads=4,
+        num_key_value_heads=4,
+        num_local_experts=2,
+    )
+    torch.manual_seed(seed)
+    model = MixtralForCausalLM(config).float()
+    by_transformers(model, make_mesh(f"tp={ranks.world}"))
+    return model, torch.optim.AdamW(model.parameters(), lr=1e-2, foreach=False)
+
+
+def train_packed(model, optimizer, first, steps):
+    losses = []
+    for step in range(first, first + steps):
+        tokens = torch.randint(0, 64, (2, 12), generator=torch.Generator().manual_seed(step))
+        loss = model(input_ids=tokens, labels=tokens).loss
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(float(whole(loss)))
+    return losses
+
+
+def gather_packed(model, optimizer):
+    """Return the weights and the slots by name, as ``full_tensor`` gathers them."""
+    named = {name: whole(p) for name, p in model.named_parameters()}
+    for name, parameter in model.named_parameters():
+        for slot in ("exp_avg", "exp_avg_sq"):
+            named[f"{name}/{slot}"] = whole(optimizer.state[parameter][slot])
+    return named
+
+
+def save_packed(ranks, place):
+    model, optimizer = packed(ranks, 7)
+    train_packed(model, optimizer, 0, 2)
+    rank_files(ranks, place, model.state_dict(), optimizer.state_dict())
+    named = gather_packed(model, optimizer)
+    if ranks.rank == 0:
+        torch.save(named, place / EXPECTED)
+    cuts = {str(p.placements) for p in model.parameters() if isinstance(p, DTensor)}
+    return cuts, train_packed(model, optimizer, 2, 2)
+
+
+def resume_packed(ranks, place, expected):
+    model, optimizer = packed(ranks, 99)
+    LOADS["pair"](ranks, place, model, optimizer)
+    found, wanted = gather_packed(model, optimizer), torch.load(expected / EXPECTED)
+    wrong = [name for name, value in wanted.items() if not same(found[name], value)]
+    return wrong, train_packed(model, optimizer, 2, 2)
 
 
 def untrue(model, optimizer, expected):

@@ -7,6 +7,7 @@ from itertools import product
 from math import prod
 
 import numpy as np
+import pytest
 
 from reshard.core import dtypes
 from reshard.core.box import Box, flat_span, whole
@@ -18,6 +19,7 @@ from reshard.layouts.partition import (
     build_flat_chunks,
     compute_equal_piece,
     compute_mesh_box,
+    compute_packed_boxes,
     run_chunks,
 )
 
@@ -125,6 +127,26 @@ def test_mesh_boxes_are_torchs():
 
 def test_split_factors_of_no_order_are_refused():
     assert compute_mesh_box((12,), [Cut(0, 5), Cut(0)], (2, 2), (0, 0)) is None
+
+
+@pytest.mark.parametrize("shape", [(8, 3), (9, 5), (3, 4), (1, 1)])
+def test_packed_boxes_are_torchs(shape):
+    import torch
+    from torch.distributed.tensor.placement_types import Shard, _StridedShard
+
+    whole = torch.arange(prod(shape)).reshape(shape)
+    for factor, ranks, dim in product((2, 3), (1, 2, 3), (0, 1)):
+        cuts = [Cut(dim, factor), Cut(1 - dim)]
+        rows, _ = _StridedShard(dim, split_factor=factor)._split_tensor(
+            whole, ranks, with_padding=False
+        )
+        for rank, column in product(range(ranks), range(2)):
+            wanted = Shard._custom_chunk(rows[rank], 2, 1 - dim)[column]
+            stored = torch.full_like(wanted, -1)
+            for box, at in compute_packed_boxes(shape, cuts, (ranks, 2), (rank, column)):
+                stored[Box(at, box.shape).slices] = whole[box.slices]
+            assert torch.equal(stored, wanted), (factor, ranks, dim, rank, column)
+    assert compute_packed_boxes((12,), [Cut(0, 5), Cut(0)], (2, 2), (0, 0)) == []
 
 
 def test_flat_chunks_leave_padding_out():
