@@ -10,6 +10,7 @@ derived     bytes that are computed when they are read, read like a file
 checksum    CRC-32 of parts and of their whole
 ranks       several processes that share one conversion
 threads     loops over several threads, which always end
+optional    libraries that only some commands need, and what to say without them
 compiled    modules that a C compiler makes at the installation
 signals     signals that are raised between two blocks of work
 attributes  other libraries' attributes, replaced for a while
