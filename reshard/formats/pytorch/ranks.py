@@ -80,7 +80,12 @@ class OpenedRanks:
                 return replace(file, root=None, records={})  # thousands of ranks would need memory
             return found.setdefault(file.path, file)
 
-        opened = map_files_by_key(dict(sorted(files.items())), open_file)
+        # Threads open the files of one list in any order, so those that others are like come first.
+        likened = {*(alike or {}).values()}
+        firsts = {rank: path for rank, path in sorted(files.items()) if str(path) in likened}
+        opened = map_files_by_key(firsts, open_file)
+        opened |= map_files_by_key({r: files[r] for r in sorted(files.keys() - firsts)}, open_file)
+        opened = dict(sorted(opened.items()))
         _check_savers(opened, savers, alone=alone)
         trees: dict[str, Any] = {}
         for rank, file in opened.items():
