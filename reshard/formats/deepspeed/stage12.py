@@ -102,7 +102,7 @@ def divide_members(
         yield {name: members[name] for name in inside}, ranks
 
 
-def find_claims(groups: Iterable[SavedGroup], *, round_robin: bool) -> dict[str, tuple[Claim, ...]]:
+def find_claims(groups: Sequence[SavedGroup], *, round_robin: bool) -> dict[str, tuple[Claim, ...]]:
     """Return file -> what it states about the partitions that it holds.
 
     Args:
@@ -134,7 +134,7 @@ def _find_layout(
         f"param_alignment_paddings of group {group}",
         read_by_file(ranks, lambda rank: _read_alignment(rank, group, len(shapes))),
     )
-    # DeepSpeed states no tails before 0.7.0, and pads to a multiple of the ranks before 0.4.2.
+    # Files without tails (DeepSpeed before 0.7.0) may be padded to a multiple of the ranks alone.
     alignments = (ALIGNMENT,) if any(tail is not None for tail in tails) else (ALIGNMENT, 1)
     forms = product(alignments, (False, True), (False, True))
     flat = max(
