@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from reshard.cli import cli
-from tests import options_page
+from tests import hub_page, options_page
 from tests.judges import (
     deepspeed_cases,
     library_cases,
@@ -150,3 +150,9 @@ def test_the_documents_do_show_commands():
 def test_the_page_of_options_is_what_the_declarations_say():
     text = options_page.options_page()
     assert options_page.PAGE.read_text() == text, "run: python -m tests.options_page"
+
+
+def test_the_page_of_hub_names_is_what_its_data_say():
+    assert hub_page.PAGE.read_text() == hub_page.render(hub_page.read_rows()), (
+        "run: python -m tests.hub_page"
+    )

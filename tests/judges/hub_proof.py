@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.api import CheckpointException
 
 import reshard
+from tests.hub_page import AS_TRANSFORMERS
 from tests.judges import hub_models
 
 RANKS, STEPS = 2, 2
@@ -33,7 +34,6 @@ RANK_SECONDS = 90
 MOMENTS = ("exp_avg", "exp_avg_sq")
 EXPECTED = "expected.pt"  # what the ranks trained, as the framework itself gathers it
 TRAINED = "trained"  # a file that says that all ranks came to their end
-AS_TRANSFORMERS = "the same with what transformers saved itself"
 FRAMEWORKS = {"fsdp2": "FSDP 2", "zero3": "ZeRO-3"}
 
 
