@@ -42,13 +42,14 @@ class Bars:
     """Stacked bars with one scale.
 
     Args:
-        limit: the size that no bar should exceed, drawn as a line.
+        limit: the size that no bar should exceed, drawn as a line with its label.
     """
 
     title: str
     names: Sequence[str]
     parts: Sequence[BarPart]
     limit: int
+    limit_label: str
 
     @property
     def limit_percent(self) -> float:

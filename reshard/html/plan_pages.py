@@ -19,6 +19,8 @@ _PARTS = (
     ("margin", "Margin"),
 )
 _FURTHER = (
+    ("states", "States: the first four"),
+    ("step", "Optimizer step"),
     ("recomputed", "Activations with checkpointing"),
     ("total", "Total"),
     ("total_with_checkpointing", "Total with checkpointing"),
@@ -38,6 +40,7 @@ def build_plan_page(document: Document) -> Page:
     ]
     for key, title in (("fits", "Fits"), ("fits_with_checkpointing", "Fits with checkpointing")):
         tables.append(Column(title, "state", ["yes" if row[key] else "no" for row in rows]))
+    tables.append(Column("Too small", "text", [" and ".join(row["lacks"]) for row in rows]))
     advice = [f"{units.show_bytes(each['saved'])}: {each['what']}" for each in document["advice"]]
     return Page(
         "plan",
@@ -51,24 +54,39 @@ def build_plan_page(document: Document) -> Page:
             Findings("Notes", document["notes"]),
         ),
         sections=(
-            _draw(document, "Memory of a GPU", "activations"),
-            _draw(document, "Memory of a GPU with activation checkpointing", "recomputed"),
+            _draw(document, "Memory of a GPU", "activations", "total"),
+            _draw(
+                document,
+                "Memory of a GPU with activation checkpointing",
+                "recomputed",
+                "total_with_checkpointing",
+            ),
             PageTable("Strategies", tables),
         ),
     )
 
 
-def _draw(document: Document, title: str, activations: str) -> Bars:
+def _draw(document: Document, title: str, activations: str, total: str) -> Bars:
+    """Return the bars whose parts add up to the totals of the document.
+
+    The step of the optimizer comes after the backward pass, so only what it needs beyond that adds.
+    """
     keys = [activations if key == "activations" else key for key, _ in _PARTS]
     rows = document["rows"]
+    beyond = [row[total] - sum(row[key] for key in keys) for row in rows]
+    limit = document["cluster"]["gpu_bytes"]
     return Bars(
         title,
         tuple(row["strategy"] for row in rows),
-        tuple(
-            BarPart(label, tuple(row[key] for row in rows))
-            for key, (_, label) in zip(keys, _PARTS, strict=True)
+        (
+            *(
+                BarPart(label, [row[key] for row in rows])
+                for key, (_, label) in zip(keys, _PARTS, strict=True)
+            ),
+            BarPart("Optimizer step, beyond the backward pass", beyond),
         ),
-        limit=document["cluster"]["gpu_bytes"],
+        limit=limit,
+        limit_label=f"{units.show_bytes(limit)}: memory of a GPU",
     )
 
 

@@ -115,17 +115,26 @@ class StrategyForecast:
         """Parameters, gradients, masters and moments."""
         return self.parameters + self.gradients + self.masters + self.moments
 
+    def count_backward(self, *, checkpointing: bool) -> int:
+        """Return what the backward pass needs beside the states."""
+        activations = self.recomputed if checkpointing else self.activations
+        return self.gathered + self.buckets + activations + self.logits
+
     def count_total(self, *, checkpointing: bool) -> int:
         """Return the largest sum during a step: in the backward pass, or in the optimizer step."""
-        activations = self.recomputed if checkpointing else self.activations
-        backward = self.gathered + self.buckets + activations + self.logits
+        backward = self.count_backward(checkpointing=checkpointing)
         return self.states + max(backward, self.step) + self.margin
+
+    def list_lacks(self, cluster: Cluster, *, checkpointing: bool) -> list[str]:
+        """Return whose memory is too small: the GPU's, and the host's if its size is known."""
+        lacks = ["GPU"] if self.count_total(checkpointing=checkpointing) > cluster.gpu_bytes else []
+        if cluster.host_bytes is not None and self.host > cluster.host_bytes:
+            lacks.append("host")
+        return lacks
 
     def fits(self, cluster: Cluster, *, checkpointing: bool) -> bool:
         """Return whether a GPU, and a host if its memory is known, have enough memory."""
-        host_fits = cluster.host_bytes is None or self.host <= cluster.host_bytes
-        total = self.count_total(checkpointing=checkpointing)
-        return host_fits and total <= cluster.gpu_bytes
+        return not self.list_lacks(cluster, checkpointing=checkpointing)
 
 
 def forecast(model: ModelSizes, cluster: Cluster, training: Training) -> list[StrategyForecast]:

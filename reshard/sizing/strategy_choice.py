@@ -11,8 +11,6 @@ from reshard.sizing.model import ModelSizes
 from reshard.sizing.rank_share import take_share
 from reshard.sizing.setup import Cluster, Training
 from reshard.sizing.strategies import (
-    BUCKET_ELEMENTS,
-    LIVE_ELEMENTS,
     STRATEGIES,
     StrategyForecast,
     forecast,
@@ -29,12 +27,23 @@ class Choice:
 
     Args:
         checkpointing: whether it needs activation checkpointing.
+        word: use, or why not: none fits, or the named one is too small.
+        outcome: why it is chosen, and what is too small.
+        needs: what it needs of a GPU, of a host if it offloads, and of the disk.
     """
 
     row: StrategyForecast
     checkpointing: bool
     fits: bool
-    reason: str
+    word: str
+    outcome: str
+    needs: tuple[str, ...]
+
+    @property
+    def reason(self) -> str:
+        """The whole verdict, in one sentence."""
+        word = "" if self.fits else f"{self.word}: "
+        return f"{word}{self.outcome}; it needs {', '.join(self.needs[:-1])} and {self.needs[-1]}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,29 +65,40 @@ def choose(rows: Sequence[StrategyForecast], cluster: Cluster) -> Choice:
             for row in rows:
                 is_tried = row.strategy.offload_optimizer == offloads
                 if is_tried and row.fits(cluster, checkpointing=checkpointing):
-                    reason = _explain(row, rows, cluster, checkpointing=checkpointing)
-                    return Choice(row, checkpointing, fits=True, reason=reason)
+                    outcome = f"{row.strategy.name} is the first that fits"
+                    if row.host and cluster.host_bytes is None:
+                        outcome += f", if each host has {units.show_bytes(row.host)}"
+                    return _make_choice(row, cluster, outcome, checkpointing=checkpointing)
     least = min(rows, key=lambda row: _measure_excess(row, cluster))
-    reason = (
-        f"no strategy fits: {least.strategy.name} with activation checkpointing comes closest, it"
-        f" needs {_describe_need(least, cluster, checkpointing=True)}"
-    )
-    return Choice(least, True, fits=False, reason=reason)
+    outcome = f"{least.strategy.name} comes closest, but {_name_lacks(least, cluster)}"
+    return _make_choice(least, cluster, outcome, "none fits", checkpointing=True)
+
+
+def _make_choice(
+    row: StrategyForecast, cluster: Cluster, outcome: str, word: str = "use", *, checkpointing: bool
+) -> Choice:
+    how = "with" if checkpointing else "without"
+    total = units.show_bytes(row.count_total(checkpointing=checkpointing))
+    gpu = f"{total} of {units.show_bytes(cluster.gpu_bytes)} on each GPU"
+    needs = [f"{gpu} {how} activation checkpointing"]
+    if row.host:
+        limit = f"{units.show_bytes(cluster.host_bytes)} of " if cluster.host_bytes else ""
+        unknown = "" if limit else " (--host-memory compares it)"
+        needs.append(f"{units.show_bytes(row.host)} of {limit}host memory on each node{unknown}")
+    needs.append(f"{units.show_bytes(row.disk)} of disk for each checkpoint")
+    fits = row.fits(cluster, checkpointing=checkpointing)
+    return Choice(row, checkpointing, fits, word, outcome, tuple(needs))
+
+
+def _name_lacks(row: StrategyForecast, cluster: Cluster) -> str:
+    return f"lacks {' and '.join(row.list_lacks(cluster, checkpointing=True))} memory"
 
 
 def _measure_excess(row: StrategyForecast, cluster: Cluster) -> float:
-    """Return the largest ratio of what a row needs to what there is, on a GPU and on a host."""
+    """Return how much of a GPU and of a host a row needs beyond all of it, as a ratio."""
     host = row.host / cluster.host_bytes if cluster.host_bytes else 0.0
-    return max(row.count_total(checkpointing=True) / cluster.gpu_bytes, host)
-
-
-def _describe_need(row: StrategyForecast, cluster: Cluster, *, checkpointing: bool) -> str:
-    total = units.show_bytes(row.count_total(checkpointing=checkpointing))
-    text = f"{total} of {units.show_bytes(cluster.gpu_bytes)}"
-    if cluster.host_bytes is None or not row.host:
-        return text
-    host = f"{units.show_bytes(row.host)} of {units.show_bytes(cluster.host_bytes)}"
-    return f"{text} on a GPU and {host} on a host"
+    gpu = row.count_total(checkpointing=True) / cluster.gpu_bytes
+    return max(gpu - 1, 0.0) + max(host - 1, 0.0)
 
 
 def find_nodes(model: ModelSizes, cluster: Cluster, training: Training) -> tuple[int, str] | None:
@@ -113,37 +133,19 @@ def choose_named(rows: Sequence[StrategyForecast], name: str, cluster: Cluster) 
             f"choose {units.either([row.strategy.name for row in rows])}",
         )
     plain = row.fits(cluster, checkpointing=False)
-    fits = plain or row.fits(cluster, checkpointing=True)
-    need = _describe_need(row, cluster, checkpointing=not plain)
-    reason = f"chosen with --strategy; it needs {need}"
-    return Choice(row, not plain, fits=fits, reason=reason)
-
-
-def _explain(
-    row: StrategyForecast,
-    rows: Sequence[StrategyForecast],
-    cluster: Cluster,
-    *,
-    checkpointing: bool,
-) -> str:
-    need = _describe_need(row, cluster, checkpointing=checkpointing)
-    how = "with" if checkpointing else "without"
-    text = (
-        f"{row.strategy.name} is the first that fits, {how} activation checkpointing: it needs"
-        f" {need}"
-    )
-    earlier = rows[: rows.index(row)]
-    if earlier and not checkpointing and not row.strategy.offload_optimizer:
-        needs = ", ".join(
-            f"{each.strategy.name} {units.show_bytes(each.count_total(checkpointing=False))}"
-            for each in earlier
-        )
-        text += f" ({needs})"
-    return text
+    if plain or row.fits(cluster, checkpointing=True):
+        return _make_choice(row, cluster, f"{name} (--strategy) fits", checkpointing=not plain)
+    outcome = f"{name} (--strategy) {_name_lacks(row, cluster)}"
+    return _make_choice(row, cluster, outcome, "too small", checkpointing=True)
 
 
 def advise(model: ModelSizes, cluster: Cluster, training: Training, choice: Choice) -> list[Advice]:
-    """Return ways to save memory, those that cost the least speed first; each saves by itself."""
+    """Return ways to save memory of a GPU, those that cost the least speed first.
+
+    Each saves by itself. None helps if only the host is too small.
+    """
+    if choice.row.list_lacks(cluster, checkpointing=choice.checkpointing) == ["host"]:
+        return []
     return [each for each in _list_advice(model, cluster, training, choice) if each.saved > 0]
 
 
@@ -170,12 +172,10 @@ def _list_advice(
     if training.micro_batch > 1:
         halved = forecast_again(replace(training, micro_batch=training.micro_batch // 2))
         yield Advice("halve the micro batch and double the accumulation", count_saved(halved))
-    share, tried = take_share(model, training), False
-    for each in STRATEGIES:
-        tried = tried or each == strategy
-        if tried and each != strategy and each.stage >= strategy.stage:
-            other = forecast_one(each, model, share, cluster, training)
-            yield Advice(f"use {each.name}", count_saved(other))
+    for other in forecast(model, cluster, training):
+        if other.strategy != strategy and other.fits(cluster, checkpointing=choice.checkpointing):
+            host = f" and {units.show_bytes(other.host)} of host memory" if other.host else ""
+            yield Advice(f"use {other.strategy.name}{host}", count_saved(other))
     if training.seq_len > 1:
         yield Advice(
             "halve the sequence length",
@@ -186,7 +186,9 @@ def _list_advice(
         chosen = replace(training, global_batch=0)
         yield Advice(
             "use twice as many nodes",
-            count_saved(forecast_one(strategy, model, share, doubled, chosen)),
+            count_saved(
+                forecast_one(strategy, model, take_share(model, training), doubled, chosen)
+            ),
         )
 
 
@@ -199,12 +201,12 @@ def _shrink_buffers(
     factor = size if strategy.stage == 3 else 2 * size
     small = replace(row, buckets=min(row.buckets, factor * _SMALL_BUCKET))
     yield Advice(
-        f"shrink reduce_bucket_size from {BUCKET_ELEMENTS:,} to {_SMALL_BUCKET:,}",
+        f"lower reduce_bucket_size to {_SMALL_BUCKET:,}",
         count_saved(small),
     )
     if strategy.stage == 3:
         less = replace(row, gathered=min(row.gathered, size * _SMALL_LIVE))
         yield Advice(
-            f"shrink stage3_max_live_parameters from {LIVE_ELEMENTS:,} to {_SMALL_LIVE:,}",
+            f"lower stage3_max_live_parameters to {_SMALL_LIVE:,}",
             count_saved(less),
         )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shlex
 import shutil
 from pathlib import Path
@@ -12,6 +13,7 @@ import yaml
 from click.testing import CliRunner
 
 import reshard
+from reshard import units
 from reshard.cli import cli
 from reshard.errors import ExistsError, UsageError
 from tests.sizing.test_sizing import DEEPSEEK_V3, LLAMA_2_7B
@@ -41,18 +43,48 @@ def test_the_table_names_every_strategy_and_the_reason():
         "zero1",
         "zero2-offload",
         "zero3-offload-optimizer",
+        "states",
         "total+ckpt",
-        " step ",
     ):
         assert word in done.output
     assert "fsdp is the first that fits" in done.output
 
 
+def test_the_states_of_a_7b_model_on_one_gpu_are_those_of_the_papers():
+    rows = reshard.plan(params="7B").to_json()["rows"]
+    states = {row["strategy"]: row["states"] for row in rows}
+    assert {states[name] for name in ("ddp", "fsdp", "zero1", "zero2", "zero3")} == {112 * 10**9}
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        *("--params 7B", "--params 7B --gpus 4x49GB", "--params 7B --gpus 4x49GB --strategy zero2"),
+        *("--params 13B --gpus 24GB", "--params 13B --gpus 24GB --host-memory 128GB"),
+        "--params 671B --gpus 8x80GB --nodes 4 --host-memory 2TB",
+    ],
+)
+def test_no_line_but_notes_is_wider_than_80_columns(options):
+    lines = run(*options.split()).output.splitlines()
+    assert [line for line in lines if len(line) > 80 and not line.startswith("note ")] == []
+
+
 def test_the_exit_code_is_1_if_nothing_fits():
-    done = run("--params", "70B", "--gpus", "1x24GB", "--host-memory", "64GB")
+    done = run("--params", "70B", "--gpus", "1x12GB", "--host-memory", "3TB")
     assert done.exit_code == 1
-    assert "no strategy fits" in done.output
+    assert "none fits   zero3-offload comes closest, but lacks GPU memory" in done.output
     assert "compute the loss in chunks" in done.output
+
+
+def test_the_verdict_says_what_the_host_and_the_disk_need():
+    report = reshard.plan(params="13B", gpus="1x80GB")
+    assert "234 GB" in repr(report)
+    assert "182 GB of disk" in repr(report)
+    needs = report.to_json()["recommended"]["needs"]
+    assert (needs["host"], needs["disk"]) == (234 * 10**9, 182 * 10**9)
+    refused = reshard.plan(params="13B", gpus="1x80GB", host_memory_bytes=128 * 10**9)
+    assert "lacks host memory" in repr(refused)
+    assert refused.exit_code == 1
 
 
 def test_a_wrong_regular_expression_is_an_error_of_the_user():
@@ -176,6 +208,19 @@ def test_the_page_has_a_bar_for_every_strategy(config, tmp_path):
     for name in ("ddp", "zero3-offload", "Gathered layers", "Memory of a GPU with activation"):
         assert name in text
     assert text.count('class="bar-row"') == 16
+    assert text.count("24 GB: memory of a GPU</b>") == 2
+
+
+def test_the_page_draws_the_totals_of_the_document(tmp_path):
+    report = reshard.plan(params="7B", gpus="4x49GB", html=tmp_path / "plan.html")
+    text = (tmp_path / "plan.html").read_text()
+    drawn = re.findall(r'class="bar-total( bad)?">(.*?)<', text)
+    rows = report.to_json()["rows"]
+    totals = [row[key] for key in ("total", "total_with_checkpointing") for row in rows]
+    assert drawn == [
+        (" bad" if total > 49 * 10**9 else "", units.show_bytes(total)) for total in totals
+    ]
+    assert (" bad", "49.4 GB") in drawn  # zero2, whose step needs more than the backward pass
 
 
 def test_a_plan_of_671_billion_parameters_imports_no_torch(tmp_path):

@@ -258,8 +258,9 @@ def test_the_first_strategy_that_fits_is_recommended():
     host = replace(single, host_bytes=40 * GB)
     choice = choose(forecast(model, host, Training()), host)
     assert not choice.fits
-    assert "no strategy fits" in choice.reason
-    assert "on a GPU and" in choice.reason
+    assert (choice.word, choice.row.list_lacks(host, checkpointing=True)) == ("none fits", ["host"])
+    assert "of 40 GB of host memory on each node" in choice.reason
+    assert not advise(model, host, Training(), choice)  # nothing that saves memory of a GPU helps
     nodes, name = find_nodes(model, host, Training())
     assert (nodes, name) == (4, "zero2-offload")
     again = replace(host, nodes=nodes)
@@ -279,6 +280,22 @@ def test_advice_saves_memory_and_starts_with_what_costs_least():
         "halve the micro batch and double the accumulation"
     )
     assert texts[-1] == "use twice as many nodes"
+
+
+def test_a_strategy_that_is_refused_is_not_advised():
+    model = count_parameters("13B")
+    for host_bytes in (None, 128 * GB, 250 * GB):
+        cluster = Cluster(1, 24 * GB, host_bytes=host_bytes)
+        rows = rows_of(model, cluster)
+        for name in rows:
+            choice = choose_named(list(rows.values()), name, cluster)
+            for each in advise(model, cluster, Training(), choice):
+                words = each.what.split()
+                assert (
+                    words[0] != "use"
+                    or words[1] not in rows
+                    or rows[words[1]].fits(cluster, checkpointing=choice.checkpointing)
+                )
 
 
 def test_the_batch_must_be_divisible():

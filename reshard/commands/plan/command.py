@@ -21,7 +21,7 @@ from reshard.layouts.model_parallel.sizes import parse_mesh
 from reshard.sizing import sources
 from reshard.sizing.model import ModelSizes
 from reshard.sizing.setup import Cluster, Precision, Training, count_data_ranks, parse_gpus
-from reshard.sizing.strategies import MARGIN, fit_micro_batch, forecast
+from reshard.sizing.strategies import fit_micro_batch, forecast
 from reshard.sizing.strategy_choice import Choice, advise, choose, choose_named, find_nodes
 from reshard.system.paths import as_path
 from reshard.training import trainer_run
@@ -37,6 +37,7 @@ _SLOTS = (  # a slot of the optimizer's state, and the first optimizer that has 
     ("momentum_buffer", "momentum"),
     ("sum", "adagrad"),
 )
+_LORA_LIMIT = "LoRA: activations are those of full training, an upper limit"
 _HYPER = ("lr", "betas", "eps", "weight_decay")
 
 
@@ -82,7 +83,7 @@ def plan(source: formats.Paths | None = None, options: PlanOptions | None = None
             *model.notes,
             *(_note_gaps(manifest) if manifest else ()),
             *([] if choice.fits else [_describe_nodes(model, cluster, training)]),
-            *_describe_assumptions(training),
+            *([_LORA_LIMIT] if training.lora_rank else []),
         ],
         next_steps=steps,
         split=split,
@@ -214,18 +215,9 @@ def _describe_nodes(model: ModelSizes, cluster: Cluster, training: Training) -> 
     found = find_nodes(model, cluster, training)
     if found is None:
         return "more nodes do not help: one sample needs more memory than a GPU has"
+    if found[0] == cluster.nodes:
+        return f"{found[1]} fits: leave out --strategy"
     return f"{found[1]} fits on {units.counted(found[0], 'node')}"
-
-
-def _describe_assumptions(training: Training) -> list[str]:
-    assumed = (
-        f"{MARGIN:.0%} of each GPU is left free for CUDA, NCCL and fragmentation; this size is"
-        " assumed, all others are counted"
-    )
-    notes = [assumed]
-    if training.lora_rank:
-        notes.append("LoRA: activations are those of full training, an upper limit")
-    return notes
 
 
 def _continue_run(

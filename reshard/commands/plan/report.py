@@ -4,15 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
+from itertools import zip_longest
 from typing import Any
 
 from reshard import units
 from reshard.commands.forecast import Forecast
-from reshard.commands.lines import Report, format_row, format_table
+from reshard.commands.lines import Report, format_row, format_table, make_printable
 from reshard.sizing import sources
 from reshard.sizing.model import ModelSizes
 from reshard.sizing.setup import Cluster, Training
-from reshard.sizing.strategies import StrategyForecast
+from reshard.sizing.strategies import MARGIN, StrategyForecast
 from reshard.sizing.strategy_choice import Advice, Choice
 
 
@@ -59,6 +60,11 @@ class PlanReport(Report):
                 "activation_checkpointing": self.choice.checkpointing,
                 "fits": self.choice.fits,
                 "reason": self.choice.reason,
+                "needs": {
+                    "gpu": self.choice.row.count_total(checkpointing=self.choice.checkpointing),
+                    "host": self.choice.row.host,
+                    "disk": self.choice.row.disk,
+                },
                 "largest_micro_batch": self.micro_batch,
             },
             "advice": [asdict(each) for each in self.advice],
@@ -73,11 +79,16 @@ class PlanReport(Report):
         sizes["strategy"] = row.strategy.name
         return {
             **sizes,
+            "states": row.states,
             "total": row.count_total(checkpointing=False),
             "total_with_checkpointing": row.count_total(checkpointing=True),
             "fits": row.fits(self.cluster, checkpointing=False),
             "fits_with_checkpointing": row.fits(self.cluster, checkpointing=True),
+            "lacks": row.list_lacks(self.cluster, checkpointing=True),
         }
+
+    def __repr__(self) -> str:
+        return f"<PlanReport: {make_printable(self.choice.reason)}>"
 
     def lines(self) -> Iterator[str]:
         """Yield the lines of the report as text."""
@@ -92,10 +103,12 @@ class PlanReport(Report):
             f" {training.micro_batch}{', ' if axes else ''}{axes}",
         )
         yield from format_table([_HEADERS, *(_format_cells(row, cluster) for row in self.rows)])
-        word = "use" if self.choice.fits else "none fits"
-        yield format_row(word, self.choice.reason)
+        yield format_row(self.choice.word, self.choice.outcome)
+        for label, need in zip_longest(("needs",), self.choice.needs, fillvalue=""):
+            yield format_row(label, need)
+        yield from _describe_total(self.choice)
         if self.choice.fits and self.micro_batch > training.micro_batch:
-            yield format_row("", f"a micro batch of {self.micro_batch} still fits")
+            yield format_row("batch", f"a micro batch of {self.micro_batch} still fits")
         for line in self.next_steps:
             yield format_row("next", line)
         if not self.choice.fits:
@@ -107,22 +120,36 @@ class PlanReport(Report):
             yield format_row("wrote", self.written)
 
 
-_HEADERS = (
-    "GB per GPU",
-    *"params grads masters moments gathered buckets logits step margin activ. ckpt total total+ckpt"
-    " host disk sent fits".split(),
-)
+_HEADERS = ("GB per GPU", *"states total total+ckpt host disk sent fits".split())
+_STATES = "parameters gradients masters moments"
+_BACKWARD = "gathered buckets logits activations"
 
 
 def _format_cells(row: StrategyForecast, cluster: Cluster) -> list[str]:
     """Return the line of a strategy in the table, in decimal gigabytes."""
-    names = (
-        "parameters gradients masters moments gathered buckets logits step margin activations"
-        " recomputed"
-    ).split()
     totals = [row.count_total(checkpointing=each) for each in (False, True)]
-    sizes = [*(getattr(row, name) for name in names), *totals, row.host, row.disk, row.sent]
+    sizes = [row.states, *totals, row.host, row.disk, row.sent]
     return [row.strategy.name, *map(_format_size, sizes), _describe_fit(row, cluster)]
+
+
+def _describe_total(choice: Choice) -> Iterator[str]:
+    """Yield the terms of the total of a strategy, in decimal gigabytes."""
+    row, checkpointing = choice.row, choice.checkpointing
+    backward = row.count_backward(checkpointing=checkpointing)
+    sizes = asdict(row) | ({"activations": row.recomputed} if checkpointing else {})
+
+    def join(names: str) -> str:
+        return ", ".join(f"{n} {_format_size(sizes[n])}" for n in names.split() if sizes[n])
+
+    if row.states:
+        yield format_row("states", f"{_format_size(row.states)} GB: {join(_STATES)}")
+    if backward >= row.step:
+        yield format_row("backward", f"{_format_size(backward)} GB: {join(_BACKWARD)}")
+    else:
+        text = "float32 copies of gradients, more than the backward pass needs"
+        yield format_row("step", f"{_format_size(row.step)} GB: {text}")
+    text = f"{MARGIN:.0%} of the GPU for CUDA, NCCL and fragmentation"
+    yield format_row("margin", f"{_format_size(row.margin)} GB: {text}")
 
 
 def _format_size(nbytes: int) -> str:
@@ -130,9 +157,13 @@ def _format_size(nbytes: int) -> str:
 
     >>> _format_size(112_000_000_000), _format_size(1_940_000_000), _format_size(0)
     ('112', '1.94', '-')
+    >>> _format_size(10**13), _format_size(25_000)
+    ('10000', '<0.001')
     """
     if not nbytes:
         return "-"
+    if nbytes < 1e6:
+        return "<0.001"
     return f"{nbytes / 1e9:.0f}" if nbytes >= 1e12 else f"{nbytes / 1e9:.3g}"
 
 
@@ -141,4 +172,5 @@ def _describe_fit(row: StrategyForecast, cluster: Cluster) -> str:
         return "yes"
     if row.fits(cluster, checkpointing=True):
         return "with ckpt"
-    return "no"
+    lacks = row.list_lacks(cluster, checkpointing=True)
+    return f"no: {lacks[0] if len(lacks) == 1 else 'both'}"
