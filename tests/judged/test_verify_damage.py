@@ -142,9 +142,14 @@ DAMAGES = [
         d.flip("master", seal=True, byte=2),
         "masters",
     ),
-    Row("one bit below that", "ZeRO 2", d.flip("master", seal=True), "against"),
+    Row(
+        "one bit of a master that 16 bits do not show",
+        "ZeRO 2",
+        d.flip("master", seal=True),
+        "against",
+    ),
     Row("one bit of a 16-bit copy, with its CRC", "ZeRO 1", d.flip("param", seal=True), "masters"),
-    Row("the same in fp16", "ZeRO 2 fp16", d.flip("param", seal=True), "masters"),
+    Row("one bit of a 16-bit copy in fp16", "ZeRO 2 fp16", d.flip("param", seal=True), "masters"),
     Row("one bit of a moment, with its CRC", "ZeRO 3", d.flip("exp_avg", seal=True), "against"),
     Row("one bit of a shard, with its CRC", "FSDP sharded", d.flip("param", seal=True), "against"),
     Row("one bit of safetensors", "Accelerate DDP", d.flip("param", seal=True), "against"),
@@ -168,13 +173,15 @@ DAMAGES = [
         "masters",
     ),
     Row(
-        "the same at stage 3",
+        "two ranks' states swapped at stage 3",
         "ZeRO 3",
         d.swap_contents(OPTIM.format(0), OPTIM.format(1)),
         "against",
     ),
     Row("two weights of one shape swapped", "ZeRO 2", d.swap_tensors("param"), "masters"),
-    Row("the same in a full state dict", "FSDP full", d.swap_tensors("param"), "against"),
+    Row(
+        "two weights swapped in a full state dict", "FSDP full", d.swap_tensors("param"), "against"
+    ),
     Row("two moments swapped", "FSDP full", d.swap_tensors("exp_avg"), "against"),
     Row(
         "a moment dropped on one rank",
@@ -191,7 +198,12 @@ DAMAGES = [
         "slots",
         exit_code=1,
     ),
-    Row("the same in one file", "FSDP full", d.edit("optim.pt", _one_without_moment), "slots"),
+    Row(
+        "a moment dropped in one file",
+        "FSDP full",
+        d.edit("optim.pt", _one_without_moment),
+        "slots",
+    ),
     Row(
         "values one element late",
         "ZeRO 2 aligned",
@@ -213,7 +225,14 @@ DAMAGES = [
         None,
         3,
     ),
-    Row("the same in DCP", "DCP", d.copy_file("__1_0.distcp", "__2_0.distcp"), "stale", False, 3),
+    Row(
+        "a rank's file of a larger run in DCP",
+        "DCP",
+        d.copy_file("__1_0.distcp", "__2_0.distcp"),
+        "stale",
+        False,
+        3,
+    ),
     Row(
         "random states of a larger run",
         "HF Trainer ZeRO 2",
@@ -222,7 +241,7 @@ DAMAGES = [
         differs=False,
     ),
     Row("a rank's file missing", "ZeRO 3", d.remove(OPTIM.format(1)), "complete", None, 1),
-    Row("the same of DTensors", "DTensor ranks", d.remove("model_rank1.pt"), "complete", None),
+    Row("a rank's DTensors missing", "DTensor ranks", d.remove("model_rank1.pt"), "complete", None),
     Row(
         "a data file missing",
         "Accelerate",
@@ -248,7 +267,7 @@ DAMAGES = [
         3,
     ),
     Row(
-        "the same of DTensors",
+        "another step of one rank's DTensors",
         "DTensor ranks",
         d.edit("optim_rank1.pt", lambda s: s["state"][0]["step"].add_(1)),
         "agreement",
@@ -392,11 +411,14 @@ def test_the_right_model_passes(name, original):
 
 def list_table_lines():
     """Yield the lines of the table in docs/proof.md."""
-    yield "| damage | checkpoint | detected by | `diff` |"
-    yield "| --- | --- | --- | --- |"
+    yield "| detected by | `diff` | damage (checkpoint) |"
+    yield "| --- | --- | --- |"
     diffs = {True: "different", False: "same", None: "cannot be read"}
+    groups: dict[tuple[str, str], list[str]] = {}
     for row in DAMAGES:
-        yield f"| {row.what} | {row.source} | `{row.caught}` | {diffs[row.differs]} |"
+        groups.setdefault((row.caught, diffs[row.differs]), []).append(f"{row.what} ({row.source})")
+    for (caught, differs), damages in groups.items():
+        yield f"| `{caught}` | {differs} | {'; '.join(damages)} |"
 
 
 def test_the_table_in_the_documentation_is_current():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
+import re
 import shutil
 import sys
 import tempfile
@@ -15,7 +16,7 @@ if TYPE_CHECKING:
     from tests.support.megatron.proof import Proof
 
 NOT_RUN = 6  # the exit code of `reshard.errors.NotRunError`
-_HEAD = "| model type | result | grids, or why not |"
+_HEAD = "| model types | result | grids, or why not |"
 _MISSING = (
     "megatron-core is not installed, and the proof runs its models\n"
     "  -> pip install 'megatron-core>=0.16.1,<0.17'"
@@ -81,19 +82,26 @@ def _parse_command_line() -> argparse.Namespace:
 def write_table(proofs: Iterable[Proof], page: str) -> str:
     """Return a page like `docs/megatron-families.md` with these results in the table at its end.
 
-    The rows of other configurations stay as they are.
+    The results of other configurations stay as they are. Types with one result share a row.
     """
     from tests.support.megatron.proof import CONFIGS
 
     by_config = {config: name for name, config in CONFIGS.items()}
     text, _, table = page.partition(_HEAD)
-    rows = {row.split(" | ")[0]: row for row in table.strip().splitlines()[1:]}
+    found = {}
+    for row in table.strip().splitlines()[1:]:
+        names, verdict, said = row.strip("| ").split(" | ")
+        found |= dict.fromkeys(re.findall("`([^`]+)`", names), (verdict, said))
     for proof in proofs:
         own = proof.name if proof.name.startswith("{") else proof.model_type
-        name = f"| `{by_config.get(proof.name, own)}`"
-        rows[name] = f"{name} | {proof.verdict} | {proof.describe()} |"
-    by_verdict = sorted(rows.values(), key=lambda row: row.split(" | ")[1] == "refused")
-    return "\n".join([text + _HEAD, "| --- | --- | --- |", *by_verdict, ""])
+        found[by_config.get(proof.name, own)] = (proof.verdict, proof.describe())
+    groups: dict[tuple[str, str], list[str]] = {}
+    for name, (verdict, said) in found.items():
+        reason = said.removeprefix(f"describes a model of type {name}, and ")
+        groups.setdefault((verdict, reason), []).append(f"`{name}`")
+    by_verdict = sorted(groups.items(), key=lambda group: group[0][0] == "refused")
+    rows = [f"| {', '.join(names)} | {' | '.join(said)} |" for said, names in by_verdict]
+    return "\n".join([text + _HEAD, "| --- | --- | --- |", *rows, ""])
 
 
 if __name__ == "__main__":
