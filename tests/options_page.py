@@ -1,7 +1,11 @@
-"""Write docs/options.md from the declarations of the options: ``python -m tests.options_page``."""
+"""Write docs/options.md from the declarations of the options: ``python -m tests.options_page``.
+
+Do not edit the page: a test compares it with what this program writes.
+"""
 
 from __future__ import annotations
 
+import html
 from pathlib import Path
 
 import click
@@ -13,12 +17,11 @@ from reshard.options import options_of
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "options.md"
 _HEAD = """# Options
 
-`python -m tests.options_page` writes this page from the declarations in the code; do not edit it.
-
-Each row has the spelling on the command line, the keyword of the Python function
-(`reshard.merge`, `reshard.split` for `convert` too, ...) and the commands that take the option. The
-options that a run was given are in its JSON report (`--json`) under `options`, by their keywords.
-All commands but `demo` also take `--json` and `-v`, and all but `inspect` take `-q`.
+This page lists every option, what it means, and the commands that take it. In Python, an option is
+a keyword of the command's function (`reshard.merge`, `reshard.split` for `convert` too, ...):
+`--dry-run` is `dry_run`, unless its row states another keyword. The JSON report of a run (`--json`)
+has its options under `options`, by their keywords. All commands but `demo` also take `--json` and
+`-v`, and all but `inspect` take `-q`.
 """
 _COMMANDS = (
     *("inspect", "merge", "average", "split", "convert", "diff", "verify", "resume-check"),
@@ -42,27 +45,34 @@ def options_page():
     return _HEAD + "".join(tables)
 
 
-_COLUMNS = "| Option | Python | Default | Commands | Meaning |\n|---|---|---|---|---|\n"
+_COLUMNS = "| Option | Meaning | Commands |\n|---|---|---|\n"
 
 
 def _row(option, command, commands):
-    keyword = f"{option.within}.{option.name}" if option.within else option.name
-    keyword += "=False" if option.is_negated else ""
     taken = "all" if len(commands) == len(_COMMANDS) else ", ".join(commands)
     targets = (
         list_built_in_writers_using(option.name)
         if "split" in commands or len(commands) == 1
         else []
     )
-    used = f" Used by --to {', '.join(targets)}." if targets else ""
-    cells = (
-        f"`{_spelling(option, command)}`",
-        f"`{keyword}`",
-        _default(option),
-        taken,
-        option.declared.help + used,
-    )
-    return f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in cells)} |\n"
+    meaning = [option.declared.help]
+    if default := _default(option):
+        meaning.append(f"Default: {default}.")
+    if targets:
+        meaning.append(f"Used by --to {', '.join(targets)}.")
+    keyword = f"{option.within}.{option.name}" if option.within else option.name
+    keyword += "=False" if option.is_negated else ""
+    if keyword != option.flags[0].split("/")[0].lstrip("-").replace("-", "_"):
+        meaning.append(f"In Python: `{keyword}`.")
+    cells = (_quote(_spelling(option, command)), " ".join(meaning).replace("|", "&#124;"), taken)
+    return f"| {' | '.join(cells)} |\n"
+
+
+def _quote(text):
+    """Return code for a cell; Markdown renderers disagree about a bar in backticks."""
+    if "|" not in text:
+        return f"`{text}`"
+    return f"<code>{html.escape(text).replace('|', '&#124;')}</code>"
 
 
 def _spelling(option, command):
