@@ -19,3 +19,4 @@ show reshard merge llama-zero3-4ranks "$out/model.safetensors" --dtype fp32
 show reshard merge llama-zero3-4ranks "$out/model" --dtype bf16
 show python load_merged.py "$out/model"
 show reshard demo
+printf '\nFrom here: docs/start/ has a page for each first task, README.md the overview.\n'

@@ -283,7 +283,7 @@ def demo(keep: Path | None, verbose: bool) -> None:  # noqa: ARG001 - `main` rea
     """
     from reshard.commands.demo import demo as run
 
-    raise click.exceptions.Exit(0 if run(keep, click.echo) else 1)
+    raise click.exceptions.Exit(0 if run(keep, click.echo, show_program) else 1)
 
 
 def _split(sources: tuple[Path, ...], destination: Path, **values: Any) -> None:

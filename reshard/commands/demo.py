@@ -14,10 +14,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from reshard.checks import trajectory
 from reshard.commands import programs
 from reshard.commands.merge.command import merge
 from reshard.commands.merge.options import MergeOptions
-from reshard.commands.resume_check.command import open_folder, resume_check
+from reshard.commands.resume_check.command import RunMeter, open_folder, resume_check
 from reshard.commands.resume_check.options import ResumeCheckOptions
 from reshard.errors import DifferentError
 from reshard.system import optional
@@ -32,13 +33,26 @@ _TRAIN = (
     f"-m trainer --strategy zero3 --nproc 4 --steps {_END} --save-every {_HALF}"
     " --global-batch 8 --seq-len 32 --no-progress"
 )
+_END_TEXT = """
+What you saw: a checkpoint that 4 ranks saved under ZeRO 3 became
+- a model in bf16, which transformers loaded and which generated text;
+- a checkpoint for 2 ranks: training continued with the same losses, bit by bit;
+- a checkpoint for FSDP 2: training continued with the same losses, within rounding.
+
+With a run of your own:
+  reshard inspect RUN                     what is in it, and whether it is whole
+  reshard merge RUN MODEL --dtype bf16    a model for transformers
+  reshard split RUN NEW --world-size 2    a checkpoint for other ranks
+  reshard plan RUN --gpus 4x24GB          does training fit on other GPUs?
+  reshard --help                          all commands"""
 
 
-def demo(keep: Path | None, print_line: Print) -> bool:
+def demo(keep: Path | None, print_line: Print, run_meter: RunMeter) -> bool:
     """Run the demo, which takes about a minute on two cores.
 
     Args:
         keep: a new directory for all files; None: they are deleted.
+        run_meter: opens a display for each training run.
 
     Returns:
         Whether training continued identically: bitwise on 2 ranks, within noise under FSDP 2.
@@ -52,7 +66,11 @@ def demo(keep: Path | None, print_line: Print) -> bool:
         optional.require(name, "the demo")
     with open_folder(keep, "reshard-demo-") as folder:
         run, log, model = folder / "run", folder / "run.jsonl", folder / "model"
-        _train([*_TRAIN.split(), "--save", str(run), "--log", str(log)], folder, print_line)
+        command = [*_TRAIN.split(), "--save", str(run), "--log", str(log)]
+        print_line(f"$ python {shlex.join(command)}")
+        with run_meter("training", _END) as show:
+            _train(command, folder, lambda *each: show(trajectory.count_steps(log), *each))
+        print_line((folder / "stdout.txt").read_text().rstrip())
         print_line(f"\n$ reshard merge {run} {model} --dtype bf16")
         for line in merge(run, model, MergeOptions(dtype="bf16")).lines():
             print_line(line)
@@ -74,19 +92,20 @@ def demo(keep: Path | None, print_line: Print) -> bool:
             timeout_s=_LIMIT_S,
             keep=folder / "resumed" if keep else None,
         )
-        report = resume_check(half, options, print_line=print_line)
+        report = resume_check(half, options, print_line=print_line, run_meter=run_meter)
     for line in report.lines():
         print_line(line)
     two, fsdp = report.targets
-    return report.reaches(two, "bitwise") and report.reaches(fsdp, "trajectory")
+    continued = report.reaches(two, "bitwise") and report.reaches(fsdp, "trajectory")
+    if continued:
+        print_line(_END_TEXT)
+    return continued
 
 
-def _train(arguments: list[str], folder: Path, print_line: Print) -> None:
-    print_line(f"$ python {shlex.join(arguments)}")
-    ended = programs.run([sys.executable, *arguments], folder, _LIMIT_S)
+def _train(arguments: list[str], folder: Path, watch: programs.Watch) -> None:
+    ended = programs.run([sys.executable, *arguments], folder, _LIMIT_S, watch)
     if ended.failed:
         raise DifferentError("the trainer", ended.describe(), output=ended.last_lines)
-    print_line((folder / "stdout.txt").read_text().rstrip())
 
 
 def _generate_text(model: Path) -> str:
