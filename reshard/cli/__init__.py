@@ -17,7 +17,7 @@ from typing import NoReturn
 import click
 
 from reshard.cli.commands import cli
-from reshard.cli.run import print_message
+from reshard.cli.run import is_verbose, print_message
 from reshard.errors import INTERRUPTED, ReshardError
 from reshard.system import optional, signals
 
@@ -36,7 +36,7 @@ def main() -> NoReturn:
             # In this mode, click returns the exit code instead of ending the process.
             code = cli(standalone_mode=False) or 0
     except BaseException as error:  # noqa: BLE001 - every failure gets a message and a code
-        if "-v" in sys.argv or "--verbose" in sys.argv:
+        if is_verbose():
             import traceback
 
             traceback.print_exc()

@@ -29,7 +29,7 @@ _source = click.argument("source", type=PATH)
 _destination = click.argument("destination", type=PATH)
 _json = click.option("--json", "as_json", is_flag=True, help="Print one JSON document on stdout.")
 _quiet = click.option("-q", "--quiet", is_flag=True, help="Print no progress and no report.")
-_verbose = click.option("-v", "--verbose", is_flag=True, help="Show tracebacks.")
+_verbose = click.option("-v", "--verbose", is_flag=True, help="Show more lines, and tracebacks.")
 
 
 def _reported(function: Callable[..., None]) -> Callable[..., None]:

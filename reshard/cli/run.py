@@ -11,6 +11,7 @@ from typing import Any
 
 import click
 
+from reshard.cli import terminal
 from reshard.cli.options import take_options
 from reshard.errors import ResourceError
 
@@ -145,8 +146,11 @@ def show_result(result: Any, *, as_json: bool) -> None:
 
             click.echo(json.dumps(result.to_json(), indent=2, default=str))
             return
+        from reshard.commands.lines import DetailLine
+
         for line in result.lines():
-            _show(line)
+            if is_verbose() or not isinstance(line, DetailLine):
+                _show(line)
     except BrokenPipeError:  # the reader has closed the pipe
         raise
     except OSError as error:
@@ -159,6 +163,11 @@ def show_result(result: Any, *, as_json: bool) -> None:
         ) from error
 
 
+def is_verbose() -> bool:
+    """Return whether the command line asks for details and for tracebacks."""
+    return not {"-v", "--verbose"}.isdisjoint(sys.argv)
+
+
 def print_message(line: str) -> None:
     """Print a line on stderr."""
     _show(line, err=True)
@@ -167,4 +176,6 @@ def print_message(line: str) -> None:
 def _show(line: str, *, err: bool = False) -> None:
     from reshard.commands.lines import make_printable
 
-    click.echo(make_printable(line), err=err)
+    stream = sys.stderr if err else sys.stdout
+    text = make_printable(line)
+    click.echo(text if stream is None else terminal.lay_out(text, stream), err=err)

@@ -52,6 +52,12 @@ class LabelledLine(str):
         return row
 
 
+class DetailLine(LabelledLine):
+    """A line that few readers need: the command line shows it with ``-v``."""
+
+    __slots__ = ()
+
+
 class Report:
     """A result with lines of text: ``print`` shows all of them, a notebook a table."""
 
@@ -94,12 +100,14 @@ def align(rows: Sequence[LabelledLine]) -> Iterator[LabelledLine]:
     return (LabelledLine(row.label, row.text, "  ", width) for row in rows)
 
 
-def format_list(label: str, items: Sequence[str]) -> Iterator[str]:
+def format_list(
+    label: str, items: Sequence[str], row: type[LabelledLine] = LabelledLine
+) -> Iterator[str]:
     """Yield a line for each of the first items, and one with the number of further items."""
     for item in items[:LISTED]:
-        yield format_row(label, item)
+        yield row(label, item)
     if len(items) > LISTED:
-        yield format_row(label, f"... {len(items) - LISTED} more (all of them with --json)")
+        yield row(label, f"... {len(items) - LISTED} more (all of them with --json)")
 
 
 def format_table(rows: Sequence[Sequence[str]]) -> Iterator[str]:

@@ -10,7 +10,7 @@ from reshard import units
 from reshard.checks.identity import Identity
 from reshard.checks.identity.counters import find_counter_conflicts
 from reshard.commands.leaf_counts import count_leaves
-from reshard.commands.lines import Report, format_list, format_row, format_timing
+from reshard.commands.lines import DetailLine, Report, format_list, format_row, format_timing
 from reshard.core.manifest import Manifest, Skeleton
 from reshard.engine.move.outcome import Outcome
 from reshard.engine.planning.planner import Plan
@@ -88,7 +88,7 @@ class OutputReport(Report):
         return "not read back" + (" (--no-verify)" if "verify" in self.options else "")
 
     def _list_identity(self) -> Iterator[str]:
-        return format_list("identity", [str(self.identity)] if self.identity else [])
+        return format_list("identity", [str(self.identity)] if self.identity else [], DetailLine)
 
     def _list_timing(self) -> Iterator[str]:
         """Yield what an interrupted run had written, and how long writing took or would take."""

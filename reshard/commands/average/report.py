@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 from reshard.checks.identity import Identity
-from reshard.commands.lines import format_list, format_row
+from reshard.commands.lines import DetailLine, format_list, format_row
 from reshard.commands.merge.report import MergeReport
 from reshard.commands.output_report import OutputReport
 from reshard.units import counted, some
@@ -47,7 +47,7 @@ class AverageReport(OutputReport):
         lines = [
             f"{count} of {len(self.sources)} checkpoints: {text}" for text, count in counts.items()
         ]
-        return format_list("identity", lines)
+        return format_list("identity", lines, DetailLine)
 
     def add_average(self, lines: Iterator[str]) -> Iterator[str]:
         """Yield the lines of a report, with those of the average after the first one."""

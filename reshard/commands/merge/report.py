@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from reshard import units
 from reshard.commands.leaf_counts import describe_leaves
-from reshard.commands.lines import LISTED, format_list, format_row
+from reshard.commands.lines import LISTED, DetailLine, format_list
 from reshard.commands.output_report import OutputReport, WriteResult, describe_common, list_values
 from reshard.core.manifest import WEIGHT_KINDS, Manifest
 from reshard.engine.planning.planner import Plan
@@ -69,9 +69,9 @@ class MergeReport(OutputReport):
         yield from self._list_identity()
         yield from self._describe_adapter()
         yield from self._list_changes()
-        yield format_row("values", describe_leaves(self.leaves))
+        yield DetailLine("values", describe_leaves(self.leaves))
         buffers = units.show_bytes(self.peak_buffer_bytes)
-        yield f"read        {units.show_bytes(self.bytes_read)}; buffers {buffers}"
+        yield DetailLine("read", f"{units.show_bytes(self.bytes_read)}; buffers {buffers}")
         yield from self._list_timing()
 
     def _describe_sources(self) -> str:

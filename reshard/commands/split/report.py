@@ -9,7 +9,7 @@ from typing import ClassVar
 
 from reshard import units
 from reshard.commands.leaf_counts import describe_leaves
-from reshard.commands.lines import format_list, format_row
+from reshard.commands.lines import DetailLine, format_list
 from reshard.commands.output_report import OutputReport, describe_common, list_values
 from reshard.commands.split.options import LayoutOptions
 from reshard.commands.split.passes import SplitConversion
@@ -53,7 +53,7 @@ class SplitReport(OutputReport):
         yield f"weights     {self.weights}"
         counts = f"{self.optimizer_tensors_in} tensors in, {self.optimizer_tensors_out} out"
         yield f"optimizer   {counts}"
-        yield format_row("values", describe_leaves(self.leaves))
+        yield DetailLine("values", describe_leaves(self.leaves))
         for label, items in (
             ("kept", self.kept),
             ("derived", self.derived),
