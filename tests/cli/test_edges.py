@@ -18,7 +18,6 @@ from reshard.core import keys
 from reshard.errors import IncompleteError, UnrecognisedError, UnsupportedError, UsageError
 
 ODD = {
-    "float4_e2m1fn_x2": torch.uint8,
     "complex32": torch.float32,
     "bits8": torch.uint8,
     "bits16": torch.int16,
