@@ -67,7 +67,7 @@ def choose(rows: Sequence[StrategyForecast], cluster: Cluster) -> Choice:
                 if is_tried and row.fits(cluster, checkpointing=checkpointing):
                     outcome = f"{row.strategy.name} is the first that fits"
                     if row.host and cluster.host_bytes is None:
-                        outcome += f", if each host has {units.show_bytes(row.host)}"
+                        outcome += f" if a host has {units.show_bytes(row.host)}"
                     return _make_choice(row, cluster, outcome, checkpointing=checkpointing)
     least = min(rows, key=lambda row: _measure_excess(row, cluster))
     outcome = f"{least.strategy.name} comes closest, but {_name_lacks(least, cluster)}"

@@ -62,6 +62,7 @@ def test_the_states_of_a_7b_model_on_one_gpu_are_those_of_the_papers():
         *("--params 7B", "--params 7B --gpus 4x49GB", "--params 7B --gpus 4x49GB --strategy zero2"),
         *("--params 13B --gpus 24GB", "--params 13B --gpus 24GB --host-memory 128GB"),
         "--params 671B --gpus 8x80GB --nodes 4 --host-memory 2TB",
+        "--params 1B --gpus 2x16GB --seq-len 512",
     ],
 )
 def test_no_line_but_notes_is_wider_than_80_columns(options):

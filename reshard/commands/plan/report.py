@@ -146,24 +146,28 @@ def _describe_total(choice: Choice) -> Iterator[str]:
     if backward >= row.step:
         yield format_row("backward", f"{_format_size(backward)} GB: {join(_BACKWARD)}")
     else:
-        text = "float32 copies of gradients, more than the backward pass needs"
+        text = "float32 copies of gradients, more than backward needs"
         yield format_row("step", f"{_format_size(row.step)} GB: {text}")
     text = f"{MARGIN:.0%} of the GPU for CUDA, NCCL and fragmentation"
     yield format_row("margin", f"{_format_size(row.margin)} GB: {text}")
 
 
 def _format_size(nbytes: int) -> str:
-    """Return gigabytes with three digits.
+    """Return gigabytes with three digits, or two below 1.
 
     >>> _format_size(112_000_000_000), _format_size(1_940_000_000), _format_size(0)
     ('112', '1.94', '-')
     >>> _format_size(10**13), _format_size(25_000)
     ('10000', '<0.001')
+    >>> _format_size(848_000_000)
+    '0.85'
     """
     if not nbytes:
         return "-"
     if nbytes < 1e6:
         return "<0.001"
+    if nbytes < 1e9:
+        return f"{nbytes / 1e9:.2g}"
     return f"{nbytes / 1e9:.0f}" if nbytes >= 1e12 else f"{nbytes / 1e9:.3g}"
 
 
