@@ -102,7 +102,7 @@ def load_checkpoint(  # noqa: PLR0913 - the arguments of DeepSpeed's method
             folder = stack.enter_context(create_names(live.files))
             loader = _MemoryEngine(live.files, folder, engine.checkpoint_engine)
             stack.enter_context(replace_attributes(engine, checkpoint_engine=loader))
-            if engine.zero_nvme_offload_optimizer():
+            if _offloads_optimizer_to_nvme(engine):
                 filled = patch_swap_loading(
                     engine,
                     folder,
@@ -134,6 +134,13 @@ def load_checkpoint(  # noqa: PLR0913 - the arguments of DeepSpeed's method
         return live.report.source, client_state
 
 
+def _offloads_optimizer_to_nvme(engine: Any) -> bool:
+    # DeepSpeed 0.16.9 has the method, 0.16.0 does not; `_refuse_engine` refuses its engines with
+    # an optimizer in files, whose own load is another.
+    method = getattr(engine, "zero_nvme_offload_optimizer", None)
+    return method is not None and bool(method())
+
+
 def _find_batch(engine: Any) -> LiveBatch:
     micro, steps = engine.train_micro_batch_size_per_gpu(), engine.gradient_accumulation_steps()
     return LiveBatch(Batch(micro, steps, engine.train_batch_size() // (micro * steps)))
@@ -159,6 +166,13 @@ def _refuse_engine(engine: Any) -> None:
             "is set in the engine's configuration, so that DeepSpeed expects a universal"
             " checkpoint",
             'remove it from the section "checkpoint": reshard needs no universal checkpoint',
+        )
+    swaps = getattr(engine.optimizer, "swap_optimizer", False)
+    if swaps and not hasattr(engine, "zero_nvme_offload_optimizer"):
+        raise UnsupportedError(
+            "offload_optimizer",
+            "is set to NVMe, and the installed DeepSpeed loads no such optimizer from other files",
+            "install DeepSpeed 0.16.9 or later, or write files with  reshard split --to deepspeed",
         )
 
 

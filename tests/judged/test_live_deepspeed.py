@@ -2,9 +2,17 @@
 
 from __future__ import annotations
 
+import json
+import os
+import subprocess
+import sys
+from types import SimpleNamespace
+
 import pytest
 
 import reshard
+import reshard.deepspeed
+from reshard.errors import UnsupportedError
 from tests.judged.alike import assert_same_tensors
 from tests.judged.expected import read_expected
 from tests.judged.resumed import Resumed, assert_goes_on, resume_all
@@ -136,3 +144,31 @@ def assert_weights_alone(made, place, runs, how):
         if run.stage == 3:  # else DeepSpeed makes fp32 masters of the module's weights
             assert_same_tensors(loaded["params"], wanted["params"])
         assert not any(value.any() for slot in loaded["slots"].values() for value in slot.values())
+
+
+OLD = os.environ.get("RESHARD_OLD_DEEPSPEED", "")  # a folder with DeepSpeed 0.14 or 0.16
+
+
+@pytest.mark.skipif(not OLD, reason="RESHARD_OLD_DEEPSPEED is not set")
+@pytest.mark.parametrize("stages", [("1", "3"), ("3", "2")])
+def test_an_older_deepspeed_goes_on(tmp_path, stages):
+    program = ["torch.distributed.run", "--nproc-per-node", "2", "--master-port", "29741"]
+    program += ["-m", "tests.judges.old_deepspeed", str(tmp_path), *stages]
+    paths = os.pathsep.join((OLD, os.environ.get("PYTHONPATH", os.curdir)))
+    subprocess.run(
+        [sys.executable, "-m", *program],
+        env={**os.environ, "PYTHONPATH": paths, "DS_ACCELERATOR": "cpu"},
+        check=True,
+    )
+    found = json.loads((tmp_path / "losses.json").read_text())
+    assert found["found"] == found["wanted"]
+    assert found["mine"] == 5
+
+
+def test_an_older_deepspeed_with_an_optimizer_in_files_is_refused():
+    engine = SimpleNamespace(
+        load_universal_checkpoint=lambda: False, optimizer=SimpleNamespace(swap_optimizer=True)
+    )
+    with pytest.raises(UnsupportedError, match="is set to NVMe") as told:
+        reshard.deepspeed.load_checkpoint(engine, "run")
+    assert "0.16.9" in told.value.remedy
