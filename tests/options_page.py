@@ -40,21 +40,22 @@ def options_page():
             found.setdefault(key, (option, command))
     groups = {}
     for key, (option, command) in found.items():
-        groups.setdefault(option.declared.group, []).append(_row(option, command, users[key]))
-    tables = [f"\n## {group}\n\n{_COLUMNS}{''.join(rows)}" for group, rows in groups.items()]
-    return _HEAD + "".join(tables)
+        tables = groups.setdefault(option.declared.group, {})
+        tables.setdefault(tuple(users[key]), []).append(_row(option, command, users[key]))
+    text = [_HEAD]
+    for group, tables in groups.items():
+        text.append(f"\n## {group}\n")
+        for commands, rows in tables.items():
+            taken = "All commands" if len(commands) == len(_COMMANDS) else ", ".join(commands)
+            text.append(f"\n**{taken}**\n\n{_COLUMNS}{''.join(rows)}")
+    return "".join(text)
 
 
-_COLUMNS = "| Option | Meaning | Commands |\n|---|---|---|\n"
+_COLUMNS = "| Option | Meaning |\n|---|---|\n"
 
 
 def _row(option, command, commands):
-    taken = "all" if len(commands) == len(_COMMANDS) else ", ".join(commands)
-    targets = (
-        list_built_in_writers_using(option.name)
-        if "split" in commands or len(commands) == 1
-        else []
-    )
+    targets = list_built_in_writers_using(option.name) if "split" in commands else []
     meaning = [option.declared.help]
     if default := _default(option):
         meaning.append(f"Default: {default}.")
@@ -64,7 +65,7 @@ def _row(option, command, commands):
     keyword += "=False" if option.is_negated else ""
     if keyword != option.flags[0].split("/")[0].lstrip("-").replace("-", "_"):
         meaning.append(f"In Python: `{keyword}`.")
-    cells = (_quote(_spelling(option, command)), " ".join(meaning).replace("|", "&#124;"), taken)
+    cells = (_quote(_spelling(option, command)), " ".join(meaning).replace("|", "&#124;"))
     return f"| {' | '.join(cells)} |\n"
 
 
