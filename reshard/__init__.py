@@ -122,7 +122,8 @@ if not TYPE_CHECKING:  # a type checker that saw it would accept any name
     def __getattr__(name: str) -> Any:
         """Import the module of a name in `__all__`, and return the object of that name."""
         if name not in __all__:
-            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+            hint = "; split(to=...) converts" if name == "convert" else ""  # as the command does
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}{hint}")
         from importlib import import_module
 
         value = globals()[name] = getattr(import_module(_HOMES.get(name, "reshard.api")), name)

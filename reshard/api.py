@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import functools
 import inspect as introspection
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
+from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ParamSpec, Protocol, TypeVar
 
@@ -96,7 +97,7 @@ def _with_keywords(function: Callable[..., _Result], kind: Callable[..., Any]) -
     """Return the function with the fields of its last argument's dataclass as keywords."""
     own = introspection.signature(function)
     known = introspection.signature(kind).parameters
-    keywords = known.values()
+    keywords = [each for each in known.values() if each.name != "team"]  # the launcher's, no user's
     *paths, _ = own.parameters.values()
 
     @functools.wraps(function)
@@ -109,7 +110,20 @@ def _with_keywords(function: Callable[..., _Result], kind: Callable[..., Any]) -
         return function(*args, **given, options=kind(**values))
 
     call.__signature__ = own.replace(parameters=[*paths, *keywords])  # type: ignore[attr-defined]
+    call.__doc__ = "\n".join([call.__doc__ or "", "    Keywords:", *_describe_keywords(kind), ""])
     return call
+
+
+def _describe_keywords(kind: Any) -> Iterator[str]:
+    """Yield a line of documentation for each option, as `help` shows it."""
+    for name, group in groupby(options_of(kind), key=lambda each: each.within or each.name):
+        described = list(group)
+        if described[0].within:
+            fields = ", ".join(each.name for each in described)
+            yield f"        {name}: reshard.{_name_class(kind, name)}({fields})."
+        else:
+            text, is_negated = described[0].declared.help, described[0].flags[0] == f"--no-{name}"
+            yield f"        {name}: {f'False: {text}' if is_negated else text}"
 
 
 def _explain_keyword(function: str, name: str, kind: Any) -> str:

@@ -120,8 +120,21 @@ def test_flat_values_build_the_dataclasses_within():
 def test_a_function_has_the_fields_of_its_options_as_keywords(name):
     parameters = inspect.signature(getattr(reshard, name)).parameters.values()
     keywords = {each.name for each in parameters if each.kind is each.KEYWORD_ONLY}
-    assert keywords == {each.name for each in fields(KINDS[name])}
+    assert keywords == {each.name for each in fields(KINDS[name])} - {"team"}
     assert cli.commands[name.replace("_", "-")].declared is KINDS[name]
+
+
+def test_help_describes_each_keyword_in_a_sentence():
+    text = reshard.merge.__doc__
+    assert "dtype: Dtype of the weights: bf16, fp16, fp32 or keep (as stored)." in text
+    assert "verify: False: Do not read the output back." in text
+    assert "edits: reshard.Edits(" in text
+    assert "object at 0x" not in str(inspect.signature(reshard.merge))
+
+
+def test_the_name_of_another_command_leads_to_the_function():
+    with pytest.raises(AttributeError, match=r"split\(to=...\) converts"):
+        reshard.convert  # noqa: B018
 
 
 def test_a_keyword_that_is_no_option_is_refused(tmp_path):
@@ -164,7 +177,7 @@ def test_reports_list_the_options_that_were_given(tmp_path):
     merged = reshard.merge(
         source=a, destination=tmp_path / "b.safetensors", dtype="bf16", workers=1
     )
-    assert merged.to_json()["options"] == {"dtype": "bf16", "workers": 1}
+    assert merged.to_dict()["options"] == {"dtype": "bf16", "workers": 1}
     for arguments, expected in (
         (["inspect", a], {}),
         (["verify", a, "--deep"], {"deep": True}),

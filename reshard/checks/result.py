@@ -42,7 +42,7 @@ class Check:
             return WARNED
         return PASSED if self.applies else NOT_APPLICABLE
 
-    def to_json(self) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, Any]:
         """Return all fields and the status."""
         return {"status": self.status, **asdict(self)}
 

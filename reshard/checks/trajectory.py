@@ -46,7 +46,7 @@ class Point:
     loss: Number
     grad_norm: Number | None = None  # None: not in the log
 
-    def to_json(self) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, Any]:
         """Return the step as in the log; numbers that are not finite are null."""
         norm = self.grad_norm
         return {
@@ -91,7 +91,7 @@ class Distance:
     equal: bool
     exact: bool
 
-    def to_json(self) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, Any]:
         """Return the fields; an infinite distance is null."""
         return {
             "max_rel": self.max_rel if math.isfinite(self.max_rel) else None,
@@ -131,13 +131,13 @@ class Trajectory:
         denied = self.parameters is False or (self.grad_norm and not self.grad_norm.equal)
         return self.is_within(0.0) and self.loss.exact and self.loss.equal and not denied
 
-    def to_json(self) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, Any]:
         """Return everything that was compared."""
         return {
             "steps": list(self.steps),
             "alone": list(self.alone),
-            "loss": self.loss.to_json(),
-            "grad_norm": self.grad_norm.to_json() if self.grad_norm else None,
+            "loss": self.loss.to_dict(),
+            "grad_norm": self.grad_norm.to_dict() if self.grad_norm else None,
             "parameters_equal": self.parameters,
         }
 

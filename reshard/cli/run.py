@@ -142,9 +142,7 @@ def show_result(result: Any, *, as_json: bool) -> None:
     """
     try:
         if as_json:
-            import json
-
-            click.echo(json.dumps(result.to_json(), indent=2, default=str))
+            click.echo(result.to_json())
             return
         from reshard.commands.lines import DetailLine
 

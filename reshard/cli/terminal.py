@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-import shutil
-import textwrap
 from typing import TextIO
 
 import click
@@ -24,6 +22,8 @@ def lay_out(line: str, stream: TextIO) -> str:
     """
     if not stream.isatty():
         return line
+    import shutil  # with textwrap a tenth of the time to start, and only terminals need them
+
     wrapped = _wrap(line, shutil.get_terminal_size().columns)
     if os.environ.get("NO_COLOR") or os.environ.get("TERM") == "dumb":
         return wrapped
@@ -36,6 +36,8 @@ def _wrap(line: str, width: int) -> str:
     is_table = "  " in line[indent:]  # its columns would no longer be aligned
     if len(line) <= width or is_table or line.startswith(_COPIED) or width - indent < _LEAST:
         return line
+    import textwrap
+
     return textwrap.fill(
         line,
         width,

@@ -140,7 +140,7 @@ class DiffReport(Report):
         """0 if the two are the same, else 1, like the program ``diff``."""
         return 0 if self.same else 1
 
-    def to_json(self) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, Any]:
         """Return one document with a stable schema."""
         return {"schema": SCHEMA, "command": "diff", "same": self.same, **asdict(self)}
 
@@ -236,8 +236,8 @@ def _pair_own_tensors(a: Manifest, b: Manifest) -> Iterator[TensorPair]:
 def _build_page(report: DiffReport, a: Manifest, b: Manifest) -> Page:
     from reshard.html import check_pages
 
-    facts = [Inspection(manifest).to_json() for manifest in (a, b)]
-    return check_pages.build_diff_page(report.to_json(), facts, a, b)
+    facts = [Inspection(manifest).to_dict() for manifest in (a, b)]
+    return check_pages.build_diff_page(report.to_dict(), facts, a, b)
 
 
 def open_checkpoint(paths: formats.Paths, options: ReadOptions) -> Manifest:

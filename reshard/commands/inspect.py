@@ -49,7 +49,7 @@ class Inspection(Report):
     with_tensors: bool = False
     options: dict[str, Any] = field(default_factory=dict)  # those that differ from the defaults
 
-    def to_json(self) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, Any]:
         """Return one document with a stable schema."""
         manifest, train = self.manifest, self.manifest.train
         document = {
@@ -249,7 +249,7 @@ def inspect(path: formats.Paths, options: InspectOptions | None = None) -> Inspe
 def _build_page(inspection: Inspection) -> Page:
     from reshard.html import pages
 
-    return pages.build_inspect_page(inspection.to_json(), inspection.manifest)
+    return pages.build_inspect_page(inspection.to_dict(), inspection.manifest)
 
 
 def _iterate_parameters(manifest: Manifest) -> Iterator[Entry]:

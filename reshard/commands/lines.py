@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 from reshard import units
 from reshard.errors import cut_middle
@@ -66,6 +67,16 @@ class Report:
     def lines(self) -> Iterator[str]:
         """Yield the lines of the report as text."""
         raise NotImplementedError
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return one document with a stable schema."""
+        raise NotImplementedError
+
+    def to_json(self) -> str:
+        """Return the document of `to_dict` as text, as ``--json`` prints it."""
+        import json
+
+        return json.dumps(self.to_dict(), indent=2, default=str)
 
     def __str__(self) -> str:
         return "\n".join(map(make_printable, self.lines()))

@@ -131,7 +131,7 @@ def convert(
                 report.forecast = forecast_job(job, output, options)
             write_page(
                 options,
-                lambda: _build_page(report.to_json(), job.shown, job.skeleton),
+                lambda: _build_page(report.to_dict(), job.shown, job.skeleton),
                 written=report.destination if report.done else "",
             )
     return report
@@ -319,7 +319,7 @@ def _build_page(document: Mapping[str, Any], manifest: Manifest, skeleton: Skele
     """Build the page of a report: the source and the output.
 
     Args:
-        document: ``to_json()`` of the report.
+        document: ``to_dict()`` of the report.
     """
     from reshard.commands.inspect import Inspection
     from reshard.formats import registry
@@ -327,7 +327,7 @@ def _build_page(document: Mapping[str, Any], manifest: Manifest, skeleton: Skele
 
     target = document.get("target", "").partition(" ")[0]
     has_masters = bool(target) and registry.find_writer(target).stores_masters
-    facts = Inspection(manifest).to_json()
+    facts = Inspection(manifest).to_dict()
     return pages.build_output_page(document, facts, manifest, skeleton, has_masters=has_masters)
 
 

@@ -57,7 +57,7 @@ class OutputReport(Report):
     seconds: float = 0.0
     forecast: Forecast | None = None  # only in a dry run
 
-    def to_json(self) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, Any]:
         """Return one document with a stable schema."""
         return {"schema": self.SCHEMA, "command": self.COMMAND, **asdict(self)}
 

@@ -258,6 +258,9 @@ class Checkpoint(Mapping[str, LazyTensor]):
     def __len__(self) -> int:
         return len(self._weights) + len(self._tied)
 
+    def _ipython_key_completions_(self) -> list[str]:
+        return list(self)
+
     def __repr__(self) -> str:
         return f"<Checkpoint {self._describe()}>"
 
@@ -275,7 +278,8 @@ class Checkpoint(Mapping[str, LazyTensor]):
         origin, step = self.manifest.origin, self.step
         at = "" if step is None else f", step {step}"
         numel = show_count(sum(entry.numel for entry in self._weights.values()))
-        weights = f"{counted(len(self._weights), 'weight')}, {numel} elements"
+        tied = f" and {counted(len(self._tied), 'tied name')}" if self._tied else ""
+        weights = f"{counted(len(self._weights), 'weight')}{tied}, {numel} elements"
         return f"{origin.path}: {origin.description}{at}, {weights}"
 
     @property

@@ -62,7 +62,7 @@ def test_a_verification_is_true_where_nothing_failed(tmp_path, plain):
 
 def test_a_file_of_no_tensors_is_sound_and_nothing_is_made_of_it(tmp_path):
     save_file({}, tmp_path / "x.safetensors")
-    assert reshard.inspect(tmp_path / "x.safetensors").to_json()["leaves"]["read"] == 0
+    assert reshard.inspect(tmp_path / "x.safetensors").to_dict()["leaves"]["read"] == 0
     with pytest.raises(UnrecognisedError, match="is valid but contains no weights"):
         reshard.merge(tmp_path / "x.safetensors", tmp_path / "out.safetensors")
     with pytest.raises(UnrecognisedError, match="is valid but contains no weights"):

@@ -32,7 +32,7 @@ def test_a_dry_run_forecasts_memory_disk_and_time(source, tmp_path):
     assert min(forecast.read_rate, forecast.write_rate, forecast.verify_rate) > 0
     assert 0 < forecast.seconds < 60
     assert any(line.startswith("forecast    about ") for line in report.lines())
-    assert report.to_json()["forecast"]["disk"] == forecast.disk
+    assert report.to_dict()["forecast"]["disk"] == forecast.disk
     done = reshard.merge(source, target, dtype="bf16")
     assert done.forecast is None
     assert target.stat().st_size == forecast.disk

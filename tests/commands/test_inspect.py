@@ -18,7 +18,7 @@ EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "llama-zero3-4ranks
 
 @pytest.fixture(scope="module")
 def document():
-    return reshard.inspect(EXAMPLE, tensors=True).to_json()
+    return reshard.inspect(EXAMPLE, tensors=True).to_dict()
 
 
 def test_it_says_who_wrote_what(document):
@@ -114,7 +114,7 @@ class Config:
 def test_unknown_classes_are_listed(tmp_path):
     torch.save({"w": torch.ones(2), "mine": Config()}, tmp_path / "x.pt")
     found = reshard.inspect(tmp_path / "x.pt")
-    assert found.to_json()["unknown_globals"] == [f"{Config.__module__}.Config"]
+    assert found.to_dict()["unknown_globals"] == [f"{Config.__module__}.Config"]
     assert "no known framework writes" in "\n".join(found.lines())
 
 
@@ -143,8 +143,8 @@ def test_an_optimizer_that_is_left_out_is_not_denied(tmp_path):
     torch.save({"model": model.state_dict(), "optimizer": held}, tmp_path / "x.pt")
     inspection = reshard.inspect(tmp_path / "x.pt")
     assert "  optimizer   stored, but left out" in inspection.lines()
-    assert not inspection.to_json()["optimizer"]
-    assert any("left out" in warning for warning in inspection.to_json()["warnings"])
+    assert not inspection.to_dict()["optimizer"]
+    assert any("left out" in warning for warning in inspection.to_dict()["warnings"])
 
 
 def test_one_tensor_is_in_the_singular(tmp_path):

@@ -43,7 +43,7 @@ def test_only_what_is_missing_comes_from_the_base(source, tmp_path):
         assert merged[name].dtype == value.dtype
         assert torch.equal(merged[name], value), name
     assert report.filled == ["model.c.weight"]
-    assert report.to_json()["filled"] == ["model.c.weight"]
+    assert report.to_dict()["filled"] == ["model.c.weight"]
     assert any(line.split() == ["filled", "model.c.weight"] for line in report.lines())
     assert json.loads((tmp_path / "out" / "config.json").read_text())["model_type"] == "llama"
 

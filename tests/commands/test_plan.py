@@ -51,7 +51,7 @@ def test_the_table_names_every_strategy_and_the_reason():
 
 
 def test_the_states_of_a_7b_model_on_one_gpu_are_those_of_the_papers():
-    rows = reshard.plan(params="7B").to_json()["rows"]
+    rows = reshard.plan(params="7B").to_dict()["rows"]
     states = {row["strategy"]: row["states"] for row in rows}
     assert {states[name] for name in ("ddp", "fsdp", "zero1", "zero2", "zero3")} == {112 * 10**9}
 
@@ -81,7 +81,7 @@ def test_the_verdict_says_what_the_host_and_the_disk_need():
     report = reshard.plan(params="13B", gpus="1x80GB")
     assert "234 GB" in repr(report)
     assert "182 GB of disk" in repr(report)
-    needs = report.to_json()["recommended"]["needs"]
+    needs = report.to_dict()["recommended"]["needs"]
     assert (needs["host"], needs["disk"]) == (234 * 10**9, 182 * 10**9)
     refused = reshard.plan(params="13B", gpus="1x80GB", host_memory_bytes=128 * 10**9)
     assert "lacks host memory" in repr(refused)
@@ -103,7 +103,7 @@ def test_the_document_has_every_size(config):
     assert row["total"] == sum(row[part] for part in (*parts, *backward))
     assert document["recommended"]["strategy"] == "fsdp"
     assert document == json.loads(
-        json.dumps(reshard.plan(model=str(config), gpus="8x80GB").to_json())
+        json.dumps(reshard.plan(model=str(config), gpus="8x80GB").to_dict())
     ) | {"options": document["options"]}
 
 
@@ -120,7 +120,7 @@ def test_a_checkpoint_states_everything():
 
 def test_the_disk_is_that_of_the_checkpoint_itself():
     row = next(r for r in reshard.plan(EXAMPLE).rows if r.strategy.name == "zero3")
-    assert row.disk == pytest.approx(reshard.inspect(EXAMPLE).to_json()["disk_bytes"], rel=0.05)
+    assert row.disk == pytest.approx(reshard.inspect(EXAMPLE).to_dict()["disk_bytes"], rel=0.05)
 
 
 @pytest.mark.parametrize("strategy", ["zero1", "zero3-offload", "fsdp"])
@@ -216,7 +216,7 @@ def test_the_page_draws_the_totals_of_the_document(tmp_path):
     report = reshard.plan(params="7B", gpus="4x49GB", html=tmp_path / "plan.html")
     text = (tmp_path / "plan.html").read_text()
     drawn = re.findall(r'class="bar-total( bad)?">(.*?)<', text)
-    rows = report.to_json()["rows"]
+    rows = report.to_dict()["rows"]
     totals = [row[key] for key in ("total", "total_with_checkpointing") for row in rows]
     assert drawn == [
         (" bad" if total > 49 * 10**9 else "", units.show_bytes(total)) for total in totals

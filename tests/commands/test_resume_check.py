@@ -95,7 +95,7 @@ def checked(source, command, **options):
 def test_the_same_losses_reach_every_level(source, program):
     report = checked(source, program("same"), require="bitwise")
     assert (report.reached, report.exit_code) == (True, 0)
-    found = report.to_json()
+    found = report.to_dict()
     assert [target["name"] for target in found["targets"]] == ["dcp, 1 rank", "dcp, 2 ranks"]
     for target in found["targets"]:
         assert target["reached"] == {"state": True, "trajectory": True, "bitwise": True}
@@ -110,7 +110,7 @@ def test_the_same_losses_reach_every_level(source, program):
 
 def test_noise_is_a_trajectory_and_is_measured(source, program):
     report = checked(source, program("noisy"), world_sizes=[2], rtol=1e-5)
-    (target,) = report.to_json()["targets"]
+    (target,) = report.to_dict()["targets"]
     assert target["reached"] == {"state": True, "trajectory": True, "bitwise": False}
     assert target["trajectory"]["loss"]["max_rel"] == pytest.approx(1e-6, rel=1e-3)
     assert not checked(source, program("noisy"), world_sizes=[2], rtol=1e-7).reached
@@ -267,7 +267,7 @@ def test_a_run_shows_its_steps_while_it_runs(source, tmp_path):
 def test_its_page_lays_the_runs_over_each_other_with_the_bits_of_their_logs(
     source, program, tmp_path
 ):
-    report = checked(source, program("noisy"), html=tmp_path / "x.html", control=True).to_json()
+    report = checked(source, program("noisy"), html=tmp_path / "x.html", control=True).to_dict()
     page = parsed(tmp_path / "x.html")
     runs = [report["unbroken"], *(target["run"] for target in report["targets"])]
     bits = [[float.fromhex(point["loss_hex"]) for point in run["series"]] for run in runs]

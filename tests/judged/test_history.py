@@ -442,7 +442,7 @@ def test_each_model_of_a_run_has_a_history(several):
         f"global_step_{step}/{model}" for model in ("actor", "critic") for step in (2, 4, 6)
     ]
     assert {each.partition(": ")[0] for each in report.groups} == {"actor", "critic"}
-    chart, *_ = check_pages.build_history_page(report.to_json()).sections
+    chart, *_ = check_pages.build_history_page(report.to_dict()).sections
     assert [(each.name, each.steps) for each in chart.runs] == [
         (name, [4, 6]) for name in report.groups
     ]

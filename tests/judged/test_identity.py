@@ -221,7 +221,7 @@ def test_verify_and_inspect_name_the_file(zero):
     assert check.status == "failed"
     assert len(check.failures) == 2
     assert any(
-        "is expected at this path" in text for text in reshard.inspect(zero).to_json()["warnings"]
+        "is expected at this path" in text for text in reshard.inspect(zero).to_dict()["warnings"]
     )
 
 
@@ -229,7 +229,7 @@ def test_the_report_says_what_was_compared(zero, tmp_path):
     report = reshard.merge(zero, tmp_path / "out.safetensors")
     assert report.identity.compared > 0
     assert any(line.startswith("identity ") for line in report.lines())
-    assert report.to_json()["identity"]["trust"] == "sampled"
+    assert report.to_dict()["identity"]["trust"] == "sampled"
 
 
 def test_contradicting_counters_are_warnings(zero):

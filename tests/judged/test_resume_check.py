@@ -60,7 +60,7 @@ def trained(launch, tmp_path_factory):
 def levels(report):
     """Return target -> the levels that it reached; bitwise only where no sum changes its order."""
     found = {}
-    for target in report.to_json()["targets"]:
+    for target in report.to_dict()["targets"]:
         reached = {level for level, is_reached in target["reached"].items() if is_reached}
         if target["ranks"] != 2 or "stage 3" in target["name"]:
             reached.discard("bitwise")  # another order of sums: equal by luck at most

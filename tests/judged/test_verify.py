@@ -171,8 +171,8 @@ def test_the_command_line(made, tmp_path):
 def test_memory_is_bounded(made, tmp_path):
     """The same answers with blocks of a few kilobytes, by one worker or several."""
     source = made / "z1_bf16/run"
-    wanted = reshard.verify(source, deep=True).to_json()
+    wanted = reshard.verify(source, deep=True).to_dict()
     for workers in (1, 3):
         held = {"workers": workers, "max_memory_bytes": workers * 128 << 10}
-        found = reshard.verify(source, deep=True, **held).to_json()
+        found = reshard.verify(source, deep=True, **held).to_dict()
         assert found["checks"] == wanted["checks"]

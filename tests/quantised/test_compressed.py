@@ -221,7 +221,7 @@ def test_zero_points_of_zero_change_nothing(tmp_path):
 def test_codes_are_copied_and_not_written_anew(releases, tmp_path):
     source = releases / "W4A16" / "model"
     report = reshard.inspect(source)
-    assert report.to_json()["quantisation"] == "compressed-tensors"
+    assert report.to_dict()["quantisation"] == "compressed-tensors"
     stated = f"compressed-tensors, as {source / 'config.json'} states; the tensors are codes"
     assert f"quantised   {stated}" in str(report)
     reshard.merge(source, tmp_path / "copy")

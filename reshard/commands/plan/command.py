@@ -279,4 +279,4 @@ def _write(report: PlanReport, options: PlanOptions, manifest: Manifest | None) 
 def _build_page(report: PlanReport) -> Page:
     from reshard.html import plan_pages
 
-    return plan_pages.build_plan_page(report.to_json())
+    return plan_pages.build_plan_page(report.to_dict())

@@ -39,7 +39,7 @@ class PlanReport(Report):
         """0 if the chosen strategy fits, else 1."""
         return 0 if self.choice.fits else 1
 
-    def to_json(self) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, Any]:
         """Return one document with a stable schema; sizes are in bytes."""
         return {
             "schema": 1,

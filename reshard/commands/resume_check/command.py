@@ -134,7 +134,7 @@ def resume_check(
 def _build_page(report: ResumeReport) -> Page:
     from reshard.html import check_pages
 
-    return check_pages.build_resume_page(report.to_json())
+    return check_pages.build_resume_page(report.to_dict())
 
 
 class _ResumeCheck:

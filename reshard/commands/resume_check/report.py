@@ -53,7 +53,7 @@ class ProgramRun:
         """The steps in its log."""
         return self.series.points if self.series else ()
 
-    def to_json(self) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, Any]:
         """Return the run with all its steps."""
         return {
             "name": self.name,
@@ -62,7 +62,7 @@ class ProgramRun:
             "seconds": self.seconds,
             "failure": self.failure,
             "said": list(self.last_lines),
-            "series": [point.to_json() for point in self.points],
+            "series": [point.to_dict() for point in self.points],
             "parameter_hash": self.series.parameter_hash if self.series else None,
         }
 
@@ -99,16 +99,16 @@ class LayoutResult:
             return False
         return self.trajectory.bitwise if level == "bitwise" else self.trajectory.is_within(rtol)
 
-    def to_json(self, rtol: float) -> dict[str, Any]:
+    def to_dict(self, rtol: float) -> dict[str, Any]:
         """Return all results."""
         return {
             "name": self.run.name,
             "ranks": self.run.ranks,
             "reached": {level: self.reaches(level, rtol) for level in LEVELS},
-            "state": self.state.to_json(),
-            "trajectory": self.trajectory.to_json() if self.trajectory else None,
-            "run": self.run.to_json(),
-            "written": self.written.to_json(),
+            "state": self.state.to_dict(),
+            "trajectory": self.trajectory.to_dict() if self.trajectory else None,
+            "run": self.run.to_dict(),
+            "written": self.written.to_dict(),
         }
 
 
@@ -145,13 +145,13 @@ class NoiseRun:
                 f"it is limited to {MOST:g}: the program itself is not reproducible in these steps"
             )
 
-    def to_json(self) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, Any]:
         """Return all results."""
         return {
             "rounded": self.rounded,
             "precision": str(self.precision),
-            "trajectory": self.trajectory.to_json() if self.trajectory else None,
-            "run": self.run.to_json(),
+            "trajectory": self.trajectory.to_dict() if self.trajectory else None,
+            "run": self.run.to_dict(),
         }
 
 
@@ -171,13 +171,13 @@ class ControlRun:
         """Return whether the losses differ by more than the tolerance."""
         return self.trajectory is not None and not self.trajectory.is_within(rtol)
 
-    def to_json(self, rtol: float) -> dict[str, Any]:
+    def to_dict(self, rtol: float) -> dict[str, Any]:
         """Return all results."""
         return {
             "noticed": self.noticed(rtol),
             "wiped": self.wiped,
-            "trajectory": self.trajectory.to_json() if self.trajectory else None,
-            "run": self.run.to_json(),
+            "trajectory": self.trajectory.to_dict() if self.trajectory else None,
+            "run": self.run.to_dict(),
         }
 
 
@@ -241,7 +241,7 @@ class ResumeReport(Report):
         """0 if all layouts reached the level, 6 if programs could not run, else 1."""
         return {"same": 0, "not the same": 1, "could not run": NotRunError.exit_code}[self.verdict]
 
-    def to_json(self) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, Any]:
         """Return one document with a stable schema, with the steps of all runs."""
         return {
             "schema": SCHEMA,
@@ -250,16 +250,16 @@ class ResumeReport(Report):
             "verdict": self.verdict,
             "require": self.require,
             "rtol": self.rtol,
-            "noise": self.noise.to_json() if self.noise else None,
+            "noise": self.noise.to_dict() if self.noise else None,
             "options": self.options,
             "source": self.source,
             "format": self.format,
             "ranks": self.ranks,
             "step": self.step,
             "steps": self.steps,
-            "unbroken": self.unbroken.to_json(),
-            "targets": [result.to_json(self.rtol) for result in self.targets],
-            "control": self.control.to_json(self.rtol) if self.control else None,
+            "unbroken": self.unbroken.to_dict(),
+            "targets": [result.to_dict(self.rtol) for result in self.targets],
+            "control": self.control.to_dict(self.rtol) if self.control else None,
             "notes": self.notes,
             "seconds": self.seconds,
         }

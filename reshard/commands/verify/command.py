@@ -102,8 +102,8 @@ def _build_page(report: VerifyReport, manifest: Manifest | None) -> Page:
     from reshard.html import check_pages
 
     if manifest is None or report.check(names.COVERAGE).status != result.PASSED:
-        return check_pages.build_verify_page(report.to_json())
-    return check_pages.build_verify_page(report.to_json(), Inspection(manifest).to_json(), manifest)
+        return check_pages.build_verify_page(report.to_dict())
+    return check_pages.build_verify_page(report.to_dict(), Inspection(manifest).to_dict(), manifest)
 
 
 def _read(sources: Sequence[Path], options: VerifyOptions) -> Manifest:

@@ -58,10 +58,10 @@ class HistoryReport(VerifyReport):
     tags: list[dict[str, Any]] = field(default_factory=list)
     groups: dict[str, list[float | None]] = field(default_factory=dict)
 
-    def to_json(self) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, Any]:
         """Return one document with a stable schema."""
         return {
-            **VerifyReport.to_json(self),
+            **VerifyReport.to_dict(self),
             "history": True,
             "checkpoints": self.tags,
             "groups": self.groups,
@@ -362,4 +362,4 @@ def _format(value: float | None, how: str) -> str:
 def _build_page(report: HistoryReport) -> Page:
     from reshard.html import check_pages
 
-    return check_pages.build_history_page(report.to_json())
+    return check_pages.build_history_page(report.to_dict())

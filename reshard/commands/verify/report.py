@@ -56,7 +56,7 @@ class VerifyReport(Report):
         """Return a check by its name."""
         return next(check for check in self.checks if check.name == name)
 
-    def to_json(self) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, Any]:
         """Return one document with a stable schema."""
         return {
             "schema": SCHEMA,
@@ -68,7 +68,7 @@ class VerifyReport(Report):
             "options": self.options,
             "passed": self.passed,
             "exit_code": self.exit_code,
-            "checks": [check.to_json() for check in self.checks],
+            "checks": [check.to_dict() for check in self.checks],
             "notes": self.notes,
             "manifest": self.manifest,
             "bytes_read": self.bytes_read,

@@ -262,7 +262,11 @@ class SavedGroup:
             yield Claim(about, str(slices.get(fqn)), MAPPINGS, str(own.get(fqn)))
 
     def read_entries(self) -> Iterator[Entry]:
-        """Yield the master weights, then each slot, in flat order."""
+        """Yield the master weights, then each slot, in flat order.
+
+        Raises:
+            CorruptError: a slot has a length that no partition has, or ranks have other slots.
+        """
         flat = self.flat
         masters = [rank.require_list(_MASTERS)[self.index] for rank in self.ranks]
         yield from flat.split(MASTER, masters, flat.runs)
