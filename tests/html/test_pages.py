@@ -116,7 +116,7 @@ def chunks_of(manifest, names):
 @pytest.mark.parametrize("make", [large_manifests.zero3, large_manifests.flat])
 def test_every_element_stands_at_its_byte(make, ranks):
     manifest = make(SMALL, ranks)
-    side = shards.map_manifest("x", manifest).to_dict()
+    side = shards.map_manifest("x", manifest).to_json()
     wanted = bytes_of(chunks_of(manifest, {name: name for name in manifest.files}))
     assert bytes_of(held(side)) == wanted
 
@@ -124,7 +124,7 @@ def test_every_element_stands_at_its_byte(make, ranks):
 def test_the_map_of_a_real_checkpoint_is_its_manifest():
     manifest = formats.read([EXAMPLE])
     names = {path: Path(path).name for path in manifest.files}
-    side = shards.map_manifest("x", manifest).to_dict()
+    side = shards.map_manifest("x", manifest).to_json()
     assert bytes_of(held(side)) == bytes_of(chunks_of(manifest, names))
     assert [row[0] for row in side["rows"]] == [f"rank {rank}" for rank in range(4)]
 
@@ -136,11 +136,11 @@ def test_replicas_and_ranks_in_any_order_keep_their_elements(order):
     chunks = [contiguous(n, 8, dtypes.FLOAT32, b) for n, b in zip(names, boxes, strict=True)]
     entry = Entry("w", "param", dtypes.FLOAT32, (4, 5), tuple(chunks))
     side = shards.map_skeleton("x", Skeleton(tuple(OutputFile(n, 32) for n in names), (entry,)))
-    assert [piece[-1] for piece in held(side.to_dict())] == [part * 5 for part in order]
+    assert [piece[-1] for piece in held(side.to_json())] == [part * 5 for part in order]
 
 
 def test_ranks_that_are_alike_share_a_layout():
-    side = shards.map_manifest("x", large_manifests.zero3(SMALL, 32)).to_dict()
+    side = shards.map_manifest("x", large_manifests.zero3(SMALL, 32)).to_json()
     assert len(side["layouts"]) < 8
     assert len(side["rows"]) == 32
 
@@ -150,7 +150,7 @@ def test_a_thousand_ranks_stay_small():
     side = shards.map_manifest("x", manifest)
     assert sum(len(row.pieces) for row in side.rows) > 100_000
     assert side.coarse == 0
-    assert len(document.pack(side.to_dict())) < 100_000
+    assert len(document.pack(side.to_json())) < 100_000
 
 
 @pytest.mark.parametrize("most", [40, 400])
@@ -159,7 +159,7 @@ def test_what_is_too_much_is_drawn_together_and_said(most, monkeypatch):
     full = shards.map_manifest("x", manifest)
     monkeypatch.setattr(shards, "MOST_PIECES", most)
     side = shards.map_manifest("x", manifest)
-    document = side.to_dict()
+    document = side.to_json()
     pieces = sum(len(layout["offset"]) for layout in document["layouts"])
     assert pieces <= most < sum(len(row.pieces) for row in full.rows)
     assert side.coarse > 0
