@@ -6,6 +6,7 @@ import json
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch.distributed.tensor import DTensor
 
 import reshard
@@ -266,3 +267,30 @@ def test_a_model_on_some_ranks_of_a_program(tmp_path):
     (tmp_path / "model_rank0.pt").unlink()
     with pytest.raises(IncompleteError, match=r"rank0\.pt is missing"):
         reshard.open(tmp_path)
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_slices_of_ranks_are_told_of_and_joined_by_rules(tmp_path, ranks):
+    """Each rank saves its parts of a Mixtral as vLLM names them; no file states the cuts."""
+    worlds.run(ranks, worker.save_slices, tmp_path)
+    wanted = torch.load(tmp_path / EXPECTED)
+    one = tmp_path / "slices" / "model-rank-1-part-0.safetensors"
+    with reshard.open(one) as checkpoint:
+        assert checkpoint["lm_head.weight"].shape != wanted["lm_head.weight"].shape
+        (note,) = checkpoint.manifest.warnings
+        assert "model-rank-0-part-0.safetensors" in note
+        assert "state the cuts with --rules FILE" in note
+    rules = tmp_path / "rules.yaml"
+    rules.write_text(worker.SLICE_RULES)
+    for source in (one, one.parent):
+        with reshard.open(source, rules=rules) as checkpoint:
+            assert checkpoint.keys() == wanted.keys()
+            assert checkpoint.manifest.warnings == ()
+            assert [n for n in wanted if not torch.equal(checkpoint[n][...], wanted[n])] == []
+    reshard.merge(one.parent, tmp_path / "merged.safetensors", rules=rules)
+    merged = load_file(tmp_path / "merged.safetensors")
+    assert all(torch.equal(merged[name], value) for name, value in wanted.items())
+    if ranks == 4:
+        (one.parent / "model-rank-2-part-0.safetensors").unlink()
+        with pytest.raises(IncompleteError, match="rank-2-part-0"):
+            reshard.open(one, rules=rules)

@@ -12,6 +12,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from safetensors.torch import save_file
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_optimizer_state_dict
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -281,6 +282,35 @@ def resume_packed(ranks, place, expected):
     found, wanted = gather_packed(model, optimizer), torch.load(expected / EXPECTED)
     wrong = [name for name, value in wanted.items() if not same(found[name], value)]
     return wrong, train_packed(model, optimizer, 2, 2)
+
+
+SLICE_RULES = """
+parameters:
+  model.embed_tokens.weight: column
+  model.norm.weight: replicated
+  lm_head.weight: column
+  "model.layers.{i}.self_attn.q_proj.weight": column
+  "model.layers.{i}.self_attn.k_proj.weight": column
+  "model.layers.{i}.self_attn.v_proj.weight": column
+  "model.layers.{i}.self_attn.o_proj.weight": row
+  "model.layers.{i}.input_layernorm.weight": replicated
+  "model.layers.{i}.post_attention_layernorm.weight": replicated
+  "model.layers.{i}.mlp.gate.weight": replicated
+"""
+
+
+def save_slices(ranks, place):
+    """Save the parts of a rank as plain tensors, and the whole ones as torch gathers them."""
+    state = packed(ranks, 7)[0].state_dict()
+    state = {name: t for name, t in state.items() if ".experts." not in name}
+    parts = {n: t.to_local() if isinstance(t, DTensor) else t for n, t in state.items()}
+    (place / "slices").mkdir(exist_ok=True)
+    name = f"model-rank-{ranks.rank}-part-0.safetensors"  # vLLM's ``ShardedStateLoader``
+    save_file({n: t.contiguous() for n, t in parts.items()}, place / "slices" / name)
+    gathered = {n: whole(t) for n, t in state.items()}
+    if ranks.rank == 0:
+        torch.save(gathered, place / EXPECTED)
+    return {n: tuple(t.shape) for n, t in parts.items()}
 
 
 def untrue(model, optimizer, expected):

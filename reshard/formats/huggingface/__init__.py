@@ -3,6 +3,7 @@
     format      the format as one object: detection and reading
     directory   the names of a model's files
     reader      weights, through their index or without one
+    slices      files of tensor-parallel ranks, joined by the user's rules
 
 Sources: transformers 5 ``modeling_utils.py`` (file names, ``{"format": "pt"}``), huggingface_hub 1
 ``serialization/_base.py`` (greedy shards in state-dict order, ``metadata.total_size``).

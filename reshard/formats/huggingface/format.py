@@ -8,10 +8,10 @@ from reshard.formats.base import Format, ReadHints, Source
 from reshard.formats.huggingface.directory import NAME, detect
 
 
-def _read(location: Location, _hints: ReadHints) -> Manifest:
+def _read(location: Location, hints: ReadHints) -> Manifest:
     from reshard.formats.huggingface import reader
 
-    return reader.read(location)
+    return reader.read(location, hints.rules)
 
 
 FORMAT = Format(

@@ -36,6 +36,12 @@ from reshard.formats.huggingface.directory import (
     list_other_weights,
     suggest_parts,
 )
+from reshard.formats.huggingface.slices import (
+    describe_slices,
+    find_slices,
+    join_slices,
+    load_rules,
+)
 from reshard.quantised.scale_names import find_precision
 from reshard.quantised.statement import find_statement
 from reshard.system.files import read_small_file
@@ -45,8 +51,11 @@ from reshard.units import some
 OTHERS = "also contains other weights, which were not read: {}"
 
 
-def read(location: Location) -> Manifest:
+def read(location: Location, rules: Path | None = None) -> Manifest:
     """Read a directory through its index, a directory of one file, or one file.
+
+    Args:
+        rules: a file with the cuts of tensors, of which files of ranks have slices.
 
     Raises:
         UnsafeError: the index names a file outside its directory.
@@ -54,7 +63,7 @@ def read(location: Location) -> Manifest:
         CorruptError: shards and index contradict each other.
         UnrecognisedError: there are several files and no index.
     """
-    manifest = replace(_read(location), quantisation=find_statement(location.files))
+    manifest = replace(_read(location, rules), quantisation=find_statement(location.files))
     notes = [] if location.chosen else describe_recipe(location)
     manifest = replace(manifest, warnings=(*manifest.warnings, *notes))
     others = list_other_weights(location, {Path(path).name for path in manifest.files})
@@ -64,9 +73,9 @@ def read(location: Location) -> Manifest:
     return manifest
 
 
-def _read(location: Location) -> Manifest:
+def _read(location: Location, rules: Path | None) -> Manifest:
     if location.chosen and not is_index(location.chosen):
-        return _read_file(location.path)
+        return _read_chosen(location.path, rules)
     # transformers, too, prefers it to any .bin index. Others (``value_head.safetensors`` of
     # LLaMA-Factory, ``vit.safetensors`` of ms-swift) may be beside either.
     usual = ("model.safetensors", "adapter_model.safetensors")
@@ -79,6 +88,8 @@ def _read(location: Location) -> Manifest:
     found = [path for path in location.files.values() if path.suffix == ".safetensors"]
     if is_whole_set(location):
         return _read_unindexed(location.path, sorted(found))
+    if rules and len(found) > 1 and len(find_slices(found[0], found)) == len(found):
+        return _read_chosen(found[0], rules)
     if len(found) != 1:
         raise UnrecognisedError(
             location,
@@ -101,6 +112,20 @@ def _read_unindexed(directory: Path, shards: Sequence[Path]) -> Manifest:
         " names"
     )
     return replace(manifest, warnings=(*manifest.warnings, text))
+
+
+def _read_chosen(path: Path, rules: Path | None) -> Manifest:
+    """Read one file, and those of the other tensor-parallel ranks if rules state the cuts."""
+    manifest = _read_file(path)
+    if path.suffix != safetensors.SUFFIX:
+        return manifest
+    slices = find_slices(path, path.parent.glob(f"*{safetensors.SUFFIX}"))
+    if not slices:
+        return manifest
+    table = load_rules(rules, (entry.fqn for entry in manifest.entries.values()))
+    if table is None:
+        return replace(manifest, warnings=(*manifest.warnings, describe_slices(path, slices)))
+    return join_slices(slices, [_read_file(slices[number]) for number in sorted(slices)], table)
 
 
 def _read_file(path: Path) -> Manifest:
