@@ -9,13 +9,17 @@ from typing import Any
 from reshard.core.manifest import Manifest, TrainState
 from reshard.training import loss_scale
 from reshard.training.trainer_run import TrainerRun, is_document
-from reshard.units import some
+from reshard.units import shorten, some
 
 # Settings of torch's and of DeepSpeed's optimizers that decide what an update does.
 _OF_UPDATES = frozenset(
     "lr betas weight_decay eps momentum dampening nesterov alpha lambd amsgrad maximize centered"
     " bias_correction decoupled_weight_decay".split()
 )
+
+
+_SHOWN = 60  # characters of a value
+_LISTED = 4  # values inside of a dict or a list
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +39,31 @@ class StateDifference:
     def only(self) -> str:
         """``a`` or ``b`` if only that side has the value; empty if both have one."""
         return "b" if self.a is None else "a" if self.b is None else ""
+
+    def describe(self) -> str:
+        """Return the values, or of two dicts or lists those inside of them that differ."""
+        leaves = [
+            f"{self.name}{path}: {shorten(a, _SHOWN)} and {shorten(b, _SHOWN)}"
+            for path, a, b in _list_unequal(self.a, self.b)
+        ]
+        more = f"; {len(leaves) - _LISTED} more" if len(leaves) > _LISTED else ""
+        return "; ".join(leaves[:_LISTED]) + more
+
+
+def _list_unequal(a: Any, b: Any, path: str = "") -> Iterator[tuple[str, Any, Any]]:
+    """Yield (path, value, other value) of what differs inside of two values."""
+    if isinstance(a, Mapping) and isinstance(b, Mapping):
+        keys = dict.fromkeys(map(str, (*a, *b)))
+        one, two = ({str(key): item for key, item in each.items()} for each in (a, b))
+        pairs = [(f"{path}.{key}", one.get(key), two.get(key)) for key in keys]
+    elif isinstance(a, (list, tuple)) and isinstance(b, (list, tuple)) and len(a) == len(b):
+        pairs = [(f"{path}[{at}]", *items) for at, items in enumerate(zip(a, b, strict=True))]
+    else:
+        yield path, a, b
+        return
+    for inner, left, right in pairs:
+        if _normalize(left) != _normalize(right):
+            yield from _list_unequal(left, right, inner)
 
 
 def find_differences(a: Manifest, b: Manifest) -> Iterator[StateDifference]:

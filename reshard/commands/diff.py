@@ -31,7 +31,6 @@ if TYPE_CHECKING:
     from reshard.html.page import Page
 
 SCHEMA = 1
-_SHOWN = 60  # characters of a value
 OPTIMIZER, TRAIN = "optimizer", "train"
 RNG = "rng"  # the train state's name of random states
 _WEIGHTS = "weights"  # accepted as --kind beside WEIGHT, the name in reports
@@ -136,6 +135,12 @@ class DiffReport(Report):
         return not (self.unequal or self.only_a or self.only_b or self.train)
 
     @property
+    def differs_in_random_states(self) -> bool:
+        """Whether random states differ and nothing else; the exit code is 1 then, too."""
+        tensors = bool(self.unequal or self.only_a or self.only_b)
+        return bool(self.train) and not tensors and all(each.name == RNG for each in self.train)
+
+    @property
     def exit_code(self) -> int:
         """0 if the two are the same, else 1, like the program ``diff``."""
         return 0 if self.same else 1
@@ -149,6 +154,8 @@ class DiffReport(Report):
         how = "bit by bit" if self.exact else "under the tolerance"
         counts = ", ".join(f"{count} {kind}" for kind, count in self.equal_by_kind.items())
         verdict = "the same" if self.same else "DIFFERENT"
+        if self.differs_in_random_states:
+            verdict = "the same, except random states"
         yield f"{self.a} and {self.b}: {verdict}"
         yield format_row(
             "equal",
@@ -161,8 +168,7 @@ class DiffReport(Report):
             if value.only:
                 yield format_row(f"only in {value.only.upper()}", value.name)
             else:
-                a, b = (units.shorten(each, _SHOWN) for each in (value.a, value.b))
-                yield format_row("unequal", f"{value.name}: {a} and {b}")
+                yield format_row("unequal", value.describe())
         yield from format_list("note", self.notes)
         rate = units.show_bytes(self.bytes_read / max(self.seconds, 1e-9))
         read = units.show_bytes(self.bytes_read)
@@ -358,7 +364,8 @@ def _explain_sides(report: DiffReport, left: Manifest, right: Manifest) -> Itera
     elif any(value.name == RNG for value in report.train):
         yield (
             "each rank has random states of its own, which another number of ranks does not"
-            f" keep; --ignore {RNG} leaves them out"
+            " keep: dropout and the order of samples go on differently;"
+            f" --ignore {RNG} leaves them out"
         )
 
 

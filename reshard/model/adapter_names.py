@@ -200,8 +200,15 @@ def find_unsaved(trained: Iterable[str], saved: Collection[str]) -> list[str]:
     return [part.fqn for part in parts if part.role in TRAINED and part.saved_as not in known]
 
 
-def explain_separate(fqns: Iterable[str]) -> list[str]:
-    """Return the note that adapters are written separately, not added to the weights."""
+def explain_separate(fqns: Sequence[str], source: str, output: str) -> list[str]:
+    """Return the note that adapters are written separately, not added to the weights.
+
+    Args:
+        source, output: the paths for the commands that add or write an adapter.
+
+    >>> explain_separate(["base_model.model.q.lora_A.weight"], "run", "out")[0].partition(";")[0]
+    'this is an adapter alone, 1 LoRA tensor without the model that it adapts'
+    """
     parts = find_parts(fqns)
     own = [each for each in parts if each.role in TRAINED]
     if not own:
@@ -211,6 +218,14 @@ def explain_separate(fqns: Iterable[str]) -> list[str]:
         return [f"{count} ({some([each.fqn for each in own])}) {NOT_OF_PEFT}: {MERGE_LORALIB}"]
     adapters = list(dict.fromkeys(each.adapter or DEFAULT for each in parts))
     kind = "LoRA tensor" if find_methods(own) == [LORA] else "adapter tensor"
+    if len(parts) == len(fqns):
+        command = f"reshard merge {source} {output}"
+        text = (
+            f"this is an adapter alone, {counted(len(own), kind)} without the model that it adapts;"
+            f" for the whole model: {command} --merge-lora BASE; for PeftModel.from_pretrained:"
+            f" {command} --adapter {adapters[0]}"
+        )
+        return [text]
     text = (
         f"{counted(len(own), kind)} ({some([each.fqn for each in own])}) written under"
         " PEFT's names, not added to the adapted weights. Pass --merge-lora BASE to add an adapter"

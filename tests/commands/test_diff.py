@@ -7,6 +7,8 @@ from pathlib import Path
 import pytest
 
 import reshard
+from reshard.checks.train import StateDifference
+from reshard.commands.diff import DiffReport
 
 RUN = Path(__file__).parents[1] / "data" / "megatron" / "llama_tp2pp2" / "ckpt"
 
@@ -42,3 +44,22 @@ def test_random_states_of_other_ranks_are_named_with_the_way_to_leave_them_out(d
     same = reshard.diff(RUN, tmp_path / "one", ignore=["rng"])
     assert same.same
     assert not same.notes
+
+
+def test_of_two_dicts_the_values_inside_that_differ_are_shown():
+    a = {"base_lrs": [0.1, 0.2], "last_epoch": 3, "same": 1, "inner": {"x": 1}}
+    b = {"base_lrs": [0.1, 0.3], "last_epoch": 4, "same": 1, "inner": {"x": 1, "y": 2}}
+    assert StateDifference("scheduler", a, b).describe() == (
+        "scheduler.base_lrs[1]: 0.2 and 0.3; scheduler.last_epoch: 3 and 4;"
+        " scheduler.inner.y: None and 2"
+    )
+    many = StateDifference("x", dict.fromkeys(range(9), 0), dict.fromkeys(range(9), 1))
+    assert many.describe().endswith("x.3: 0 and 1; 5 more")
+
+
+def test_random_states_alone_are_not_called_different():
+    report = DiffReport("a", "b", train=[StateDifference("rng", [1], [2])])
+    assert next(report.lines()) == "a and b: the same, except random states"
+    assert (report.exit_code, bool(report)) == (1, False)
+    report.train.append(StateDifference("step", 1, 2))
+    assert next(report.lines()) == "a and b: DIFFERENT"

@@ -272,8 +272,9 @@ def choose_weights(merge: Merge) -> Merge:
 
 def note_adapters(merge: Merge) -> Merge:
     """Note that the weights of LoRA layers stay separate from those that they adapt."""
-    names = (entry.fqn for entry, _ in merge.weights.tensors)
-    merge.notes.warnings += adapters.explain_separate(names)
+    names = [entry.fqn for entry, _ in merge.weights.tensors]
+    source = merge.manifest.origin.path
+    merge.notes.warnings[:0] = adapters.explain_separate(names, source, "OUTPUT")
     return merge
 
 
