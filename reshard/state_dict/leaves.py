@@ -103,6 +103,13 @@ def _refuse_unreadable(where: object, name: str, value: Any) -> None:
         raise UnsupportedError(
             where, f"{name} is {reason}", "save it as a torch tensor of a plain dtype"
         )
+    if isinstance(value, Call) and is_wrapped(value) and value.get("_ori_shape"):
+        raise UnsupportedError(
+            where,
+            f"{name} is a {value.name}, xtuner's weight of FP8 training: rows of padding may"
+            " follow its own, which reshard does not cut off",
+            "save the model with xtuner's save_hf",
+        )
     if isinstance(value, Call) and not is_extra_state(name) and _is_parameter(name, value):
         raise UnsupportedError(
             where,

@@ -206,6 +206,16 @@ def test_a_weight_that_is_cast_when_used_is_the_tensor_that_its_class_holds(cast
         assert torch.equal(checkpoint["a.weight"][...], torch.arange(3.0))
 
 
+def test_a_weight_with_rows_of_padding_is_refused_by_name(tmp_path):
+    """As xtuner's ``WeightWithDynamicTilewiseFloat8CastTensor``: its shape is the padded one."""
+    weight = Codes(torch.ones(128, 2))
+    weight._tensor, weight._ori_shape = torch.ones(128, 2), (100, 2)
+    path = save({"model": {"a.weight": weight, "b.weight": torch.ones(2)}}, tmp_path / "x.pt")
+    with pytest.raises(UnsupportedError, match=r"a\.weight is a .*Codes, xtuner's weight") as told:
+        reshard.open(path)
+    assert told.value.remedy == "save the model with xtuner's save_hf"
+
+
 @pytest.mark.parametrize("held", [None, torch.ones(4), torch.ones(3, dtype=torch.float64)])
 def test_a_weight_that_is_cast_when_used_must_hold_its_tensor(cast_weight, held, tmp_path):
     weight = cast_weight(torch.ones(3))
