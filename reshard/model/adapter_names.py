@@ -207,7 +207,7 @@ def explain_separate(fqns: Sequence[str], source: str, output: str) -> list[str]
         source, output: the paths for the commands that add or write an adapter.
 
     >>> explain_separate(["base_model.model.q.lora_A.weight"], "run", "out")[0].partition(";")[0]
-    'this is an adapter alone, 1 LoRA tensor without the model that it adapts'
+    'this is an adapter alone, 1 adapter tensor without the model that it adapts'
     """
     parts = find_parts(fqns)
     own = [each for each in parts if each.role in TRAINED]
