@@ -61,7 +61,8 @@ _NOT_BUILT = """more types cannot be built tiny on CPU: transformers has no mode
 library is missing, or the configuration cannot be reduced. Their rows have no `model`, and
 `remarks` states the reason."""
 _WORDS = """*as transformers*: the directory that `save_pretrained` wrote has the same problem.
-*not trained*: the model does not run under the framework, so there is no checkpoint to test."""
+*not trained*: the model does not run under the framework, so there is no checkpoint to test. The
+column `remarks` of the data states the reasons."""
 
 
 def render(rows: Sequence[dict[str, str]]) -> str:
@@ -101,26 +102,18 @@ def is_passed(row: dict[str, str]) -> bool:
 
 
 def _list_exceptions(built: Iterable[dict[str, str]]) -> list[str]:
-    """Return a row for each kind of exception, with all types that have it."""
+    """Return a row for each combination of results, with all types that have it."""
     groups: dict[tuple[str, ...], list[str]] = {}
     for row in built:
         results = [row[step] for step in STEPS]
         if set(results) != {"same"}:
-            remarks = [_cut(text) for text in row["remarks"].split(BETWEEN)]
-            reasons = "; ".join(dict.fromkeys(text for text in remarks if text))
-            shown = (_join(results[:2]), _join(results[2:4]), results[4], reasons)
+            shown = (_join(results[:2]), _join(results[2:4]), results[4])
             groups.setdefault(shown, []).append(f"`{row['type']}`")
-    lines = ["| types | FSDP 2 | ZeRO-3 | back | reason |", "| --- | --- | --- | --- | --- |"]
-    for shown, names in groups.items():
-        cells = (", ".join(names), *shown)
-        lines.append(f"| {' | '.join(cell.replace('|', '&#124;') for cell in cells)} |")
-    return lines
-
-
-def _cut(remark: str) -> str:
-    """Return the reason of a remark about a step that did not pass."""
-    step, _, reason = remark.partition(": ")
-    return "" if step == "inputs" else reason.removeprefix(f"{AS_TRANSFORMERS}: ")
+    lines = ["| types | FSDP 2 | ZeRO-3 | back |", "| --- | --- | --- | --- |"]
+    return [
+        *lines,
+        *(f"| {', '.join(names)} | {' | '.join(cells)} |" for cells, names in groups.items()),
+    ]
 
 
 def _join(results: Sequence[str]) -> str:
