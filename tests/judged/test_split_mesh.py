@@ -294,3 +294,21 @@ def test_slices_of_ranks_are_told_of_and_joined_by_rules(tmp_path, ranks):
         (one.parent / "model-rank-2-part-0.safetensors").unlink()
         with pytest.raises(IncompleteError, match="rank-2-part-0"):
             reshard.open(one, rules=rules)
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+def test_a_layout_of_two_folders_is_not_replaced_in_silence(tmp_path, ranks):
+    """NeMo Automodel loads shards of safetensors and DCP's optimizer, and no files of ranks."""
+    rows = [[float(row), -row] for row in range(6)]
+    source, out = tmp_path / "epoch_0_step_4", tmp_path / "out"
+    worlds.run(ranks, worker.save_automodel, source, rows)
+    with pytest.raises(UsageError, match="whose layout split does not keep") as told:
+        reshard.split(source, out, world_size=2)
+    assert "--to deepspeed|" in told.value.remedy
+    assert not out.exists()
+    reshard.split(source, out, world_size=2, to="dcp")
+    for place in (source, out):
+        with reshard.open(place) as checkpoint:
+            assert checkpoint["weight"][...].tolist() == rows
+            moments = checkpoint.optimizer("exp_avg")["weight"][...]
+            assert torch.equal(moments, torch.tensor(rows) + 10)

@@ -313,6 +313,17 @@ def save_slices(ranks, place):
     return {n: tuple(t.shape) for n, t in parts.items()}
 
 
+def save_automodel(ranks, place, rows):
+    """Save a cut matrix and its moments with the writers and names of NeMo Automodel."""
+    mesh = make_mesh(f"dp={ranks.world}")
+    weight = distribute_tensor(torch.tensor(rows), mesh, [Shard(0)])
+    writer = dcp.HuggingFaceStorageWriter(str(place / "model"), save_distributed=True)
+    dcp.save({"weight": weight}, storage_writer=writer)
+    slots = {"step": torch.tensor(4.0), "exp_avg": weight + 10, "exp_avg_sq": weight + 20}
+    state = {f"state.weight.{slot}": value for slot, value in slots.items()}
+    dcp.save({"optim": {**state, "param_groups.weight.lr": 0.1}}, checkpoint_id=place / "optim")
+
+
 def untrue(model, optimizer, expected):
     """Return names of values that differ from those of DeepSpeed's live engine."""
     told = {**expected["params"], **expected["frozen"], **expected["buffers"]}

@@ -44,6 +44,14 @@ def _choose_for_lightning(manifest: Manifest) -> str | None:
     return "dcp" if any(path.endswith(".distcp") for path in manifest.files) else None
 
 
+def _choose_for_ranks(manifest: Manifest) -> str | None:
+    """Return the writer of files of ranks; none if DCP's optimizer is beside shards of a model.
+
+    NeMo Automodel loads only its own two folders, ``model`` and ``optim``.
+    """
+    return None if any(path.endswith(".distcp") for path in manifest.files) else "fsdp2"
+
+
 class _TorchWriter(Writer):
     """A writer whose files `layouts` lays out; it is imported when the first one is written."""
 
@@ -326,7 +334,7 @@ FORMAT = Format(
         "verl": Source(writer="verl", translate=_translate),
         "accelerate": Source(writer="accelerate", translate=_translate),
         "hf-trainer": Source(writer="hf-trainer", translate=_translate),
-        "fsdp": Source(writer="fsdp2", translate=_translate),
+        "fsdp": Source(choose_writer=_choose_for_ranks, translate=_translate),
         trainer_run.NAME: Source(writer=trainer_run.NAME),
         "lightning": Source(choose_writer=_choose_for_lightning),
         **dict.fromkeys(("fairscale", "torch_xla", NAME), Source()),
