@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from reshard.core.differences import list_unequal
 from reshard.core.manifest import Manifest, TrainState
 from reshard.training import loss_scale
 from reshard.training.trainer_run import TrainerRun, is_document
@@ -44,26 +45,10 @@ class StateDifference:
         """Return the values, or of two dicts or lists those inside of them that differ."""
         leaves = [
             f"{self.name}{path}: {shorten(a, _SHOWN)} and {shorten(b, _SHOWN)}"
-            for path, a, b in _list_unequal(self.a, self.b)
+            for path, a, b in list_unequal(self.a, self.b, _is_same)
         ]
         more = f"; {len(leaves) - _LISTED} more" if len(leaves) > _LISTED else ""
         return "; ".join(leaves[:_LISTED]) + more
-
-
-def _list_unequal(a: Any, b: Any, path: str = "") -> Iterator[tuple[str, Any, Any]]:
-    """Yield (path, value, other value) of what differs inside of two values."""
-    if isinstance(a, Mapping) and isinstance(b, Mapping):
-        keys = dict.fromkeys(map(str, (*a, *b)))
-        one, two = ({str(key): item for key, item in each.items()} for each in (a, b))
-        pairs = [(f"{path}.{key}", one.get(key), two.get(key)) for key in keys]
-    elif isinstance(a, (list, tuple)) and isinstance(b, (list, tuple)) and len(a) == len(b):
-        pairs = [(f"{path}[{at}]", *items) for at, items in enumerate(zip(a, b, strict=True))]
-    else:
-        yield path, a, b
-        return
-    for inner, left, right in pairs:
-        if _normalize(left) != _normalize(right):
-            yield from _list_unequal(left, right, inner)
 
 
 def find_differences(a: Manifest, b: Manifest) -> Iterator[StateDifference]:
@@ -109,8 +94,12 @@ def _get_step(train: TrainState) -> float | None:
 
 
 def _compare_values(name: str, a: Any, b: Any) -> Iterator[StateDifference]:
-    if _normalize(a) != _normalize(b):
+    if not _is_same(a, b):
         yield StateDifference(name, a, b)
+
+
+def _is_same(a: Any, b: Any) -> bool:
+    return bool(_normalize(a) == _normalize(b))
 
 
 def _normalize(value: Any) -> Any:

@@ -12,6 +12,8 @@ location   where a checkpoint is: a directory, one file, or one directory for ea
 stamps     what a file states about the save that it belongs to
 schema     the declared structure of values in a pickle or a document
 counts     checks of numbers that a file states
+differences
+           where nested values of two files differ
 
 A manifest is built from headers and edited without reading the elements of any tensor.
 """

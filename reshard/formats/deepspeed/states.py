@@ -12,10 +12,11 @@ from reshard.containers.pickle_cache import PickleCache
 from reshard.containers.torch_objects import Tensor, TorchFile
 from reshard.core import counts
 from reshard.core.box import Index
+from reshard.core.differences import describe_first
 from reshard.core.dtypes import DType
 from reshard.core.manifest import BUFFER, PARAM, Entry
 from reshard.core.schema import expect
-from reshard.errors import MIXED, OTHER_FILE, CorruptError, UnsupportedError, shown
+from reshard.errors import MIXED, OTHER_FILE, CorruptError, UnsupportedError
 from reshard.formats.deepspeed import elastic, schemas
 from reshard.quantised import moments
 from reshard.state_dict import leaves
@@ -472,11 +473,8 @@ def require_equal(what: str, values: Mapping[str, Any]) -> Any:
             continue
         last = value
         if value != first:
-            raise CorruptError(
-                file,
-                f"{what} is {shown(value)}, but {shown(first)} in {Path(first_file).name}",
-                MIXED,
-            )
+            there = Path(first_file).name
+            raise CorruptError(file, describe_first(what, value, first, there), MIXED)
     return first
 
 
