@@ -42,7 +42,7 @@ BATCH_BEFORE = "reshard_batch.json"
 CONFIG_FOLDERS = (
     *("huggingface", "model/huggingface"),  # verl's; the second with Megatron
     *("model/.hf_metadata", "weights/model/.hf_metadata"),  # NeMo Automodel's; NeMo RL's
-    "model",  # LLaMA-Factory's
+    *("model", "weights/model"),  # LLaMA-Factory's; NeMo RL's, with LoRA
 )
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import nn
 
 import reshard
@@ -132,6 +132,38 @@ def test_nemo_automodel_saves_the_model_for_hugging_face_and_the_optimizer_as_it
     (place / "model" / ".hf_metadata" / "config.json").write_text('{"model_type": "own"}')
     reshard.merge(tmp_path / "run", tmp_path / "out")
     assert json.loads((tmp_path / "out" / "config.json").read_text())["model_type"] == "own"
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is")
+@pytest.mark.parametrize("form", ["NeMo RL", "Automodel"])
+def test_nemo_saves_the_adapter_alone_beside_its_optimizer(tmp_path, form):
+    """The adapter's file has PEFT's names, the optimizer those of the model."""
+    place = tmp_path / "run" / ("step_4/policy" if form == "NeMo RL" else "epoch_0_step_4")
+    model, optim = ("weights/model", "optimizer/optim") if form == "NeMo RL" else ("model", "optim")
+    lora = {f"q.lora_{m}.weight": torch.randn(s) for m, s in (("A", (2, 6)), ("B", (6, 2)))}
+    (place / model).mkdir(parents=True)
+    peft = {f"base_model.model.{fqn}": value for fqn, value in lora.items()}
+    save_file(peft, place / model / "adapter_model.safetensors", {"format": "pt"})
+    settings = {"peft_type": "LORA", "r": 2, "lora_alpha": 4, "target_modules": ["q"]}
+    (place / model / "adapter_config.json").write_text(json.dumps(settings))
+    state = {f"state.{fqn}.exp_avg": value + 1 for fqn, value in lora.items()}
+    state |= {f"state.{fqn}.exp_avg_sq": value**2 for fqn, value in lora.items()}
+    state |= {f"state.{fqn}.step": torch.tensor(4.0) for fqn in lora}
+    state |= {f"param_groups.{fqn}.lr": 0.1 for fqn in lora}
+    dcp.save({"optim": state}, checkpoint_id=place / optim)
+    for level in (tmp_path / "run", place.parent, place):
+        with reshard.open(level) as checkpoint:
+            assert checkpoint.keys() == lora.keys()
+            for fqn, value in lora.items():
+                assert torch.equal(checkpoint[fqn][...], value)
+                assert torch.equal(checkpoint.optimizer("exp_avg")[fqn][...], value + 1)
+    reshard.merge(tmp_path / "run", tmp_path / "adapter", adapter="default")
+    written = load_file(tmp_path / "adapter" / "adapter_model.safetensors")
+    assert written.keys() == peft.keys()
+    assert all(torch.equal(written[name], value) for name, value in peft.items())
+    for ranks in (2, 3):
+        reshard.split(tmp_path / "run", tmp_path / f"{ranks}", to="dcp", world_size=ranks)
+        assert reshard.diff(tmp_path / "run", tmp_path / f"{ranks}").unequal == []
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is")

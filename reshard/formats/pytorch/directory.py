@@ -43,6 +43,7 @@ _STRONG = re.compile(  # a directory with one of these is a training checkpoint,
 _LITGPT = "lit_model.pth"
 _LITGPT_ADAPTERS = tuple(f"{_LITGPT}{suffix}" for suffix in (".lora", ".adapter", ".adapter_v2"))
 _HF_SHARD = re.compile(r"-\d+-of-(\d+)\.bin$")
+ADAPTER = "adapter_model.safetensors"
 _ARGUMENTS = "training_args"
 RANDOM = re.compile(r"rng_state|random_states")  # ranks save these beside whole files too
 
@@ -97,7 +98,10 @@ def is_rank_file(name: str) -> bool:
 
 
 def find_dcp_parts(location: Location) -> dict[str, Location]:
-    """Return the folders that DCP wrote, as items or as shards for Hugging Face."""
+    """Return the folders that DCP wrote, as items or as shards for Hugging Face.
+
+    Beside such an optimizer, NeMo RL and NeMo Automodel save the model as PEFT's adapter alone.
+    """
     parts = {
         name: folder
         for name, folder in location.folders.items()
@@ -108,8 +112,11 @@ def find_dcp_parts(location: Location) -> dict[str, Location]:
         for name, inner in _INNER.items()
         if (folder := location.folders.get(name))
         and (place := folder if _is_of_dcp(folder) else folder.folders.get(inner))
-        and _is_of_dcp(place)
+        and (_is_of_dcp(place) or (name == _WEIGHTS and ADAPTER in place.files))
     }
+    model = location.folders.get("model")
+    if model and ADAPTER in model.files and any(map(is_optimizer_folder, parts)):
+        parts["model"] = model
     found = parts | pair if len(pair) == len(_INNER) else parts
     schedulers = {
         name: folder

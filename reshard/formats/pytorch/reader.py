@@ -55,6 +55,7 @@ from reshard.units import some
 
 _WEIGHTS = re.compile(r"(adapter_)?model(_\d+)?\.safetensors")
 _ADAPTER, _ADAPTER_CONFIG = "adapter_model", "adapter_config.json"
+_OF_PEFT = "base_model.model."
 _EXTRA_STATE = "extra_state"  # VeOmni 0.1.12 ``checkpoint/dcp_checkpointer.py``
 _OF_STEP = re.compile(r"(?:model|optim(?:izer)?)_(\d{5,})")
 _LATEST = re.compile(r"(.*[-_])?(latest|last|final)")
@@ -337,9 +338,16 @@ def _collect_parts(
         _add_part(whole, None, reader.read(location))
     if any(map(dcp.is_hf_shard, location.files)):
         _add_part(whole, None, hf_shards.read(location))
-    parts = find_dcp_parts(location)
+    parts, adapted = find_dcp_parts(location), location
     for name, folder in parts.items():
         # NeMo Automodel 0.7 saves ``model`` as shards for Hugging Face, and ``optim`` as items.
+        if directory.ADAPTER in folder.files:
+            adapter = _read_safetensors(folder, folder.files[directory.ADAPTER])
+            # Automodel's optimizer has the names of the model, to which PEFT adds a prefix.
+            adapter.root = {fqn.removeprefix(_OF_PEFT): leaf for fqn, leaf in adapter.root.items()}
+            _add_part(whole, _ADAPTER, adapter)
+            adapted = folder
+            continue
         with _naming_weights(parts, name):
             part = reader.read(folder) if dcp.detect(folder) else hf_shards.read(folder)
         _add_part(whole, name, part)
@@ -364,7 +372,7 @@ def _collect_parts(
             warnings.append(_COPY.format(path.name, copied))
         else:
             _add_part(whole, stem, _read_safetensors(location, path))
-    whole.saved_modules = _read_saved_modules(location)
+    whole.saved_modules = _read_saved_modules(adapted)
     whole.modules = sentence_modules.list_files(location.directories[0])
     _add_adapters(whole, location, warnings)
     return whole, warnings

@@ -51,6 +51,7 @@ from reshard.tensors.adapters import targets
 from reshard.units import counted, some
 
 FILE = "adapter_config.json"
+_FOLDERS = (VERL, "model", "weights/model")
 _NAMES = maybe(either(TEXT, sequence(TEXT)))
 _TYPE = fields(peft_type=TEXT)
 _KIND = fields(
@@ -88,7 +89,8 @@ def find(name: str, hf_dir: Path | None, near: Iterable[Path]) -> AdapterConfig 
     """Read the configuration in ``hf_dir``, else beside the checkpoint; None if there is none.
 
     PEFT stores the configuration of an adapter with a name of its own in a folder of that name;
-    verl writes a copy of the adapter, with the configuration, into ``lora_adapter``.
+    verl writes a copy of the adapter, with the configuration, into ``lora_adapter``. NeMo
+    Automodel and NeMo RL save it into a folder beside the optimizer's.
 
     Raises:
         UsageError: ``hf_dir`` was given and has no configuration.
@@ -97,7 +99,7 @@ def find(name: str, hf_dir: Path | None, near: Iterable[Path]) -> AdapterConfig 
     """
     directories = [hf_dir] if hf_dir else list(near)
     folders = [each / name for each in directories if name != DEFAULT] + directories
-    folders += [each / VERL for each in directories]
+    folders += [each / folder for each in directories for folder in _FOLDERS]
     path = next((folder / FILE for folder in folders if (folder / FILE).is_file()), None)
     if path is None and hf_dir:
         raise UsageError(hf_dir, f"has no {FILE}", "pass the directory that has it as --hf-dir")
