@@ -35,7 +35,6 @@ def join(parts: Sequence[Manifest], entries: Iterable[Entry] | None = None) -> M
 
 
 def _join_train(states: Sequence[TrainState]) -> TrainState:
-    """Return the training state of all parts."""
     joined = {name: rule([getattr(s, name) for s in states]) for name, rule in TRAIN.items()}
     return replace(states[0], **joined)
 
@@ -91,7 +90,6 @@ def _first(values: Sequence[Any]) -> Any:
 
 
 def _first_given(values: Sequence[Any]) -> Any:
-    """Return the first value that is not None."""
     return next((value for value in values if value is not None), None)
 
 

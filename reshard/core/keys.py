@@ -212,7 +212,6 @@ def _rename_entry(entry: Entry, fqn: str) -> Entry:
 
 
 def _collect_names(manifest: Manifest) -> dict[str, None]:
-    """Return all names of a manifest, each once, in manifest order."""
     train = manifest.train
     names = [*(entry.fqn for entry in manifest.entries.values()), *manifest.absent]
     names += [fqn for pair in manifest.tied.items() for fqn in pair]
@@ -224,7 +223,6 @@ def _collect_names(manifest: Manifest) -> dict[str, None]:
 def _find_unmatched(
     option: str, patterns: Iterable[re.Pattern[str]], names: Collection[str]
 ) -> list[str]:
-    """Return the patterns that match no name."""
     unmatched = (pattern for pattern in patterns if not any(map(pattern.search, names)))
     return [f"{option} {pattern.pattern}" for pattern in unmatched]
 

@@ -86,7 +86,6 @@ def rename_some(manifest: Manifest, names: Mapping[str, str]) -> Manifest:
 
 
 def _rename_all(fqns: Iterable[str], names: NewNames) -> tuple[str, ...]:
-    """Return the new names of these tensors, each once."""
     return tuple(dict.fromkeys(name for fqn in fqns for name in names(fqn)))
 
 
@@ -114,7 +113,6 @@ def _drop_unknown(values: Mapping[str, Any]) -> dict[str, Any]:
 def _find_common(
     sources: Mapping[str, Iterable[str]], value_of: Callable[[str], Any], what: str
 ) -> dict[str, Any]:
-    """Return the value that all parts of one tensor have in common."""
     common: dict[str, Any] = {}
     for name, (first, *others) in sources.items():
         common[name] = value_of(first)

@@ -217,7 +217,6 @@ class _Elements:
 
 
 def _cut_all(block: LoadedBlock) -> Iterator[_Elements]:
-    """Yield all elements of a block."""
     values = block.values.detach().reshape(block.box.shape)
     is_flat = _is_run(block.box, block.shape)
     # Only cuts that leave the last dim alone are runs of the whole tensor.
@@ -362,5 +361,4 @@ class _Comparer:
 
 
 def _equals(a: Tensor, b: Tensor) -> bool:
-    """Return whether two tensors have equal bits."""
     return bool(torch.equal(a.view(torch.uint8), b.view(torch.uint8)))

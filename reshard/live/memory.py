@@ -50,18 +50,15 @@ class _FlatRun:
     numel: int
 
     def move_to(self, offset: int) -> _FlatRun:
-        """Return the run of the same elements in another flat tensor."""
         return replace(self, offset=offset)
 
     def cut(self, kind: str, flat: Tensor) -> Iterator[Loaded]:
-        """Yield the blocks of the run in a flat tensor."""
         at, values = self.offset, flat.detach().view(-1)
         for box in run_boxes(self.shape, self.start, self.start + self.numel):
             yield LoadedBlock(self.fqn, kind, self.shape, box, values[at : at + box.volume])
             at += box.volume
 
     def cut_slots(self, flat: Tensor, state: Mapping[str, Any]) -> Iterator[Loaded]:
-        """Yield the blocks of the run in each slot of a flat tensor."""
         slots = _select_slots(state)
         if not slots and self.numel:
             yield WithoutState(self.fqn)
@@ -73,7 +70,6 @@ class _FlatRun:
 
 
 def _select_slots(state: Mapping[str, Any]) -> dict[str, Tensor]:
-    """Return the tensors of a parameter's state, without the step."""
     flat = nested_slots.flatten(state, torch.is_tensor)
     return {name: value for name, value in flat.items() if torch.is_tensor(value) and name != _STEP}
 
@@ -237,7 +233,6 @@ def _is_expert(parameter: Any) -> bool:
 
 
 def _name_parameters(module: nn.Module) -> dict[Any, str]:
-    """Return the names of parameters, with the number of each expert among those of all ranks."""
     from reshard.formats.deepspeed.experts.layout import parse_expert_name
 
     named: dict[Any, str] = {p: _remove_wrappers(name) for name, p in module.named_parameters()}
@@ -263,7 +258,6 @@ def _cut_partition(fqn: str, parameter: Any) -> Iterator[Loaded]:
 
 
 def _place_partition(fqn: str, parameter: Any, offset: int) -> _FlatRun:
-    """Return the run that a rank has of a parameter of stage 3, without padding."""
     rank = torch.distributed.get_rank(group=parameter.ds_process_group)
     shape, size = tuple(parameter.ds_shape), parameter.partition_numel()
     start = min(rank * size, prod(shape))

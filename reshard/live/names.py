@@ -72,12 +72,10 @@ def _change_prefix(manifest: Manifest, fqns: Collection[str]) -> tuple[Manifest,
 
 
 def _list_names(manifest: Manifest) -> set[str]:
-    """Return the names of all weights, tied ones too."""
     return manifest.weight_shapes.keys() | manifest.tied.keys()
 
 
 def _mark_buffers(manifest: Manifest, fqns: Collection[str]) -> Manifest:
-    """Return a state in which the tensors with these names are buffers."""
     names = set(map(remove_wrappers, fqns))
     return manifest.with_entries(
         replace(entry, kind=BUFFER)
@@ -88,7 +86,6 @@ def _mark_buffers(manifest: Manifest, fqns: Collection[str]) -> Manifest:
 
 
 def _find_prefix(stored: Collection[str], live: set[str]) -> Prefix | None:
-    """Return the prefix with which all names of the live model are stored, or None."""
     for prefix in _iterate_candidates(stored, min(live)):
         if live <= {prefix.apply(fqn) for fqn in stored}:
             return prefix

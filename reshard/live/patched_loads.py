@@ -80,7 +80,6 @@ class _Finder:
         self._folder = folder
 
     def find(self, path: Any) -> str | None:
-        """Return the name of a file with tensors, or None for any other argument."""
         if not isinstance(path, (str, os.PathLike)):
             return None
         try:

@@ -123,7 +123,6 @@ def list_sources(paths: Sequence[Path], options: AverageOptions) -> list[Path]:
 
 
 def _list_newest(path: Path, count: int) -> list[Path]:
-    """Return the newest checkpoints of a run, by the number in their names."""
     found = run_directory.list_checkpoints(
         refused_paths.find_run(Location.from_paths([path])), refused_paths.is_checkpoint
     )
@@ -149,7 +148,6 @@ def _list_newest(path: Path, count: int) -> list[Path]:
 def _weigh(
     paths: Sequence[Path], manifests: Sequence[Manifest], options: AverageOptions
 ) -> list[_WeightedCheckpoint]:
-    """Return the checkpoints with their factors, in the order of the sum."""
     steps = [SourceStep(m.origin.path, m.train.step) for m in manifests]
     _refuse_repeated(paths, manifests)
     if options.last is not None:
@@ -179,7 +177,6 @@ def _refuse_repeated(paths: Sequence[Path], manifests: Sequence[Manifest]) -> No
 
 
 def _check_steps(steps: Sequence[SourceStep]) -> None:
-    """Check that the steps grow with the numbers of the checkpoints."""
     known = [each for each in steps if each.step is not None]
     for before, after in pairwise(known):
         if (before.step or 0) >= (after.step or 0):
@@ -194,7 +191,6 @@ def _check_steps(steps: Sequence[SourceStep]) -> None:
 def _plan(
     members: Sequence[_WeightedCheckpoint], output: Path, options: AverageOptions
 ) -> Job[AverageReport]:
-    """Plan the files of the means as `merge` lays them out."""
     means = _average(members, output, options)
     merge = passes.lay_out(means.merge)
 
@@ -283,7 +279,6 @@ class _Means:
 def _average(
     members: Sequence[_WeightedCheckpoint], output: Path, options: AverageOptions
 ) -> _Means:
-    """Choose the weights of all checkpoints, and compute which means are written."""
     merges = list(_choose_weights(members, output, options))
     sources = [
         matching.Summand(
@@ -378,7 +373,6 @@ def _complete_config(companions: Companions) -> Mapping[str, Any]:
 
 
 def _count_weights(last: Weights, every: Sequence[Weights], averaged: matching.Averaged) -> Weights:
-    """Return the weights to write, with the counts of all checkpoints for the report."""
     return replace(
         last,
         tensors=averaged.tensors,

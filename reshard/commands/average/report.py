@@ -42,7 +42,6 @@ class AverageReport(OutputReport):
     other_identities: list[Identity] = field(default_factory=list)
 
     def _list_identity(self) -> Iterator[str]:
-        """Yield a line for all checkpoints with the same evidence."""
         counts = Counter(map(str, filter(None, (self.identity, *self.other_identities))))
         lines = [
             f"{count} of {len(self.sources)} checkpoints: {text}" for text, count in counts.items()

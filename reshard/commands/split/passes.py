@@ -507,7 +507,6 @@ def lay_out(split: SplitConversion) -> SplitConversion:
 
 
 def _add_config(split: SplitConversion, skeleton: Skeleton, at: str) -> Skeleton:
-    """Return the files with the model's config, if it was derived from the source."""
     config = split.naming.config
     has_config = any(PurePosixPath(file.name).name == "config.json" for file in skeleton.files)
     if config is None or has_config:

@@ -113,7 +113,6 @@ def _is_padding(chunk: Chunk, expected: Sequence[Entry]) -> bool:
 
 
 def _check_all(seen: Manifest, state: WritableState, named: Naming) -> None:
-    """Check that every weight and every optimizer slot reads back."""
     names = {
         named.name_in_table(fqn) for fqn in (*(e.fqn for e in seen.entries.values()), *seen.tied)
     }

@@ -130,7 +130,6 @@ def describe_split(split: SplitConversion, plan: Plan) -> SplitReport:
 
 
 def _report_masters(manifest: Manifest, request: Request, report: SplitReport) -> None:
-    """Report the master weights that are kept, and those that are dropped of frozen parameters."""
     masters = {entry.fqn for entry in manifest.of_kind(MASTER)}
     rounded = masters & manifest.frozen if request.separate_masters else set()
     if masters - rounded:
@@ -142,7 +141,6 @@ def _report_masters(manifest: Manifest, request: Request, report: SplitReport) -
 
 
 def _report_optimizer(state: WritableState, request: Request, report: SplitReport) -> None:
-    """Report the state of the optimizer as kept, dropped or new."""
     train = state.manifest.train
     is_new = bool(state.zero_slots) and not state.has_stored_slots
     if is_new:

@@ -135,7 +135,6 @@ def _choose_sizes(manifest: Manifest, writer: Writer, options: SplitOptions) -> 
 
 
 def _parse_mesh(options: SplitOptions, device: str) -> MeshGrid | None:
-    """Return the given mesh."""
     if options.mesh is None:
         return None
     grid, option = mesh.parse_mesh(options.mesh, device), f"--mesh {options.mesh}"
@@ -213,7 +212,6 @@ def _sample_unchecked_files(manifest: Manifest) -> Iterator[bytes]:
 
 
 def _list_layout_options(request: Request) -> Iterator[object]:
-    """Yield the layout options of a request as plain values."""
     for stated in _STATED:
         name, _, field = stated.partition("=")
         value = attrgetter(field or name)(request)

@@ -157,16 +157,13 @@ class Cuts:
         return not self._is_listed(_VOCABULARY, fqn) and not (known and known.padded)
 
     def _find_in_tables(self, fqn: str) -> Split | None:
-        """Return how the tables cut a parameter."""
         match = self._table.find(fqn, self._constants, self._dialect)
         return match.rule.split(gated=self._gated) if match else None
 
     def _is_listed(self, key: str, fqn: str) -> bool:
-        """Return whether a list of patterns has one that matches a name."""
         return any(_matches(text, fqn) for text in self._info.get(key) or ())
 
     def _find_declared(self, fqn: str, shape: Index) -> Split | None:
-        """Return how the checkpoint says that a parameter is cut."""
         for text, why in (self._info.get("autotp_unsupported_parameter_patterns") or {}).items():
             if _matches(text, fqn):
                 raise UnsupportedError(self._where, f"the cut of {fqn!r} is not known: {why}")
@@ -203,7 +200,6 @@ class Cuts:
         return split
 
     def _split_fused(self, fqn: str, shape: Index, fused: Mapping[str, Any], text: str) -> Split:
-        """Return the cut of several parameters in one, each of which is cut by itself."""
         dim, view = int(fused["partition_dim"]), list(fused["shape"])
         # A view may split dim 0 of the tensor. Its other dims are those of the tensor.
         if dim >= len(view) or (dim and len(view) != len(shape)):
@@ -302,5 +298,4 @@ def _is_block(rank: Mapping[str, Any], local: Index, offset: int, strides: Index
 
 
 def _read_view(stored: Any) -> tuple[int, Index]:
-    """Return the offset and the strides of a stored view."""
     return int(stored[0]), tuple(int(stride) for stride in stored[1])

@@ -199,7 +199,6 @@ def locate(location: Location, tag: str | None = None) -> Location:
 
 
 def _read_pointer(pointer: Path, tags: list[str]) -> str:
-    """Read the tag that a pointer file names."""
     chosen = read_small_file(pointer, MAX_POINTER).decode(errors="replace").strip()
     if chosen and "/" not in chosen and chosen not in (".", ".."):
         return chosen
@@ -280,7 +279,6 @@ def advise_copying(files: TagFiles, advice: str) -> str:
 
 
 def _check_models(files: TagFiles) -> None:
-    """Check that every model-parallel rank has its model states, all of one form."""
     for number in range(max(files.ranks, default=0) + 1):
         rank, name = files.ranks.get(number), f"mp_rank_{number:02d}_model_states.pt"
         if rank is None or not rank.model:

@@ -238,7 +238,6 @@ def _find_program(source: Manifest) -> str | None:
 
 
 def _add_files_of_program(laid_out: LaidOut, state: WritableState, request: Request) -> LaidOut:
-    """Add the files from which Accelerate or HF Trainer resumes beside the engine's."""
     from reshard.containers import skeletons
     from reshard.formats.trainers import accelerate, hf_trainer
     from reshard.training import schedules

@@ -95,13 +95,11 @@ def _open_files(files: TagFiles, tensor_rank: int) -> dict[int, TorchFile]:
 
 
 def _is_full(module: StageModule, stage: DeclaredStage) -> bool:
-    """Return whether a stage has all the parameters that its optimizer counts."""
     unnamed = module.tensors.keys() - stage.names.keys()
     return stage.count is not None and len(unnamed) >= stage.count
 
 
 def _read_tensors(file: TorchFile, layer: int, named: Names) -> dict[str, Tensor]:
-    """Return the tensors of a layer's file under the names that the optimizer has for them."""
     if not isinstance(file.root, dict):
         raise CorruptError(file.path, "is not the state dict of a layer", OTHER_FILE)
     leaves.find_opaque(file.path, file.root)  # raises if a weight has a form that is not read
@@ -136,7 +134,6 @@ def _find_tied_prefix(file: TorchFile, tensors: Mapping[str, Tensor], named: Nam
 
 
 def _check_named(files: TagFiles, named: Names, modules: Sequence[StageModule]) -> None:
-    """Check that the files hold every tensor that the stages name."""
     tensors = {name for module in modules for name in module.tensors}
     missing = next((name for name in named if name not in tensors), None)
     if missing is not None:

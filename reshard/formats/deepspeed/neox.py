@@ -109,7 +109,6 @@ def read_traits(settings: Mapping[str, Any], padded_vocab: Any, source: str) -> 
 
 
 def _find_unsupported(settings: Mapping[str, Any]) -> list[str]:
-    """Return the features that GPTNeoXForCausalLM does not have."""
     features = {
         "one norm for attention and feed-forward layer (gpt_j_tied)": settings.get("gpt_j_tied"),
         "gated linear units (activation)": str(settings.get("activation")).endswith("glu"),

@@ -88,7 +88,6 @@ def read(files: TagFiles, first: ModelStates, rules: Path | None = None) -> Mani
 
 
 def _find_tensor_size(files: TagFiles, firsts: Sequence[ModelStates]) -> int:
-    """Return the number of tensor-parallel ranks, from the names of files and their content."""
     # A pipeline's layer files show its tensor-parallel ranks. Without layers the model states may
     # declare them. In older versions of DeepSpeed they do not; then there is one stage, and all
     # model-parallel ranks are tensor-parallel ranks.
@@ -143,7 +142,6 @@ def _add_layers(
 
 
 def _add_copies(rank: Manifest, module: StageModule) -> Manifest:
-    """Return a rank with the copies of shared modules as replicas of their tensors."""
     copies: dict[str, list[Chunk]] = {}
     for fqn, tensor in module.copies:
         copies.setdefault(fqn, []).append(tensor.chunk)
@@ -173,13 +171,11 @@ def _list_flat_members(files: RankFiles, first: ModelStates) -> list[list[str]]:
 
 
 def _count_parameters(first: ModelStates) -> int:
-    """Return how many parameters an optimizer by index has."""
     groups = unwrap_optimizer(first.get_section("optimizer")).get("param_groups", [])
     return sum(len(group.get("params", [])) for group in groups)
 
 
 def _drop_unused(cuts: Cuts, stages: Sequence[Sequence[Manifest]], number: int) -> list[Manifest]:
-    """Return the ranks of a stage without copies of parameters that only an earlier stage uses."""
     ranks = stages[number]
     if number == 0:
         return list(ranks)
@@ -217,7 +213,6 @@ def _is_trained_only_earlier(
 
 
 def _list_slot_chunks(fqn: str, ranks: Sequence[Manifest]) -> list[Chunk]:
-    """Return the chunks of a parameter's optimizer slots, without its master, on some ranks."""
     return [
         chunk
         for rank in ranks

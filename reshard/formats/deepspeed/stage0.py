@@ -200,7 +200,6 @@ def _read_samples(files: SourceFiles, tensor: Tensor) -> list[float]:
 
 
 def _is_rounded(weight: float, master: float) -> bool:
-    """Return whether a 16-bit weight may be the rounded value of its master."""
     return isclose(weight, master, rel_tol=_REL, abs_tol=_ABS)
 
 
@@ -303,7 +302,6 @@ _States = list[tuple[Sequence[str | None], Mapping[str, Any]]]
 
 
 def _pair_states(wrapper: Mapping[str, Any], names: _Names) -> _States:
-    """Return pairs of names and their state: one for each flat group, or for each parameter."""
     owners = names if wrapper.get("fp32_groups_flat") else [[fqn] for own in names for fqn in own]
     state = unwrap_optimizer(wrapper).get("state", {})
     return [(fqns, flatten_state(state.get(index, {}))) for index, fqns in enumerate(owners)]
@@ -332,7 +330,6 @@ def _read_steps(model: ModelStates, states: _States) -> dict[str, float]:
 
 
 def _read_entries(model: ModelStates, names: _Names, states: _States) -> Iterator[Entry]:
-    """Yield the master weights and slots of every named parameter."""
     wrapper = model.get_section("optimizer")
     flats = wrapper.get("fp32_groups_flat") or []
     for members, masters in zip(names, wrapper.get("fp32_groups") or [], strict=False):
@@ -376,7 +373,6 @@ def _group_by_shape(candidates: Mapping[str, Index]) -> dict[Index, list[str]]:
 def _name_fused_groups(
     model: ModelStates, candidates: Mapping[str, Index], flats: Sequence[Tensor]
 ) -> list[list[str]]:
-    """Return the members of each flat tensor of a fused optimizer."""
     by_shape = _group_by_shape(candidates)
     sizes = {shape: prod(shape) * len(fqns) for shape, fqns in by_shape.items()}
     fitting = islice(_search_assignments(sizes, [flat.numel for flat in flats]), _MOST_ASSIGNMENTS)

@@ -49,7 +49,6 @@ def _read_part(
     ranks: Sequence[OptimizerStates],
     sub_groups: int,
 ) -> Iterator[Entry]:
-    """Yield the masters and slots of the members of a sub-group that these ranks share."""
     masters = [_get_masters(rank, sub_groups)[index] for rank in ranks]
     states = [rank.get_group_state(index) for rank in ranks]
     slots = [select_flat_slots(state) for state in states]
@@ -68,7 +67,6 @@ def _read_part(
 
 
 def _get_masters(rank: OptimizerStates, sub_groups: int) -> list[Tensor]:
-    """Return a rank's piece of the master weights of each sub-group."""
     groups = rank.require_list("fp32_flat_groups")
     if len(groups) != sub_groups:
         raise CorruptError(
@@ -85,7 +83,6 @@ def count_piece_elements(members: Mapping[str, Index], ranks: int) -> int:
 
 
 def _split(kind: str, members: Mapping[str, Index], pieces: Sequence[FlatPiece]) -> Iterator[Entry]:
-    """Yield the entries of one sub-group from the ranks' pieces."""
     ranks = len(pieces)
     expected = count_piece_elements(members, ranks)
     for number, piece in enumerate(pieces):

@@ -77,7 +77,6 @@ def _find_folder(location: Location, rank: int) -> Path:
 def _list_tensors(
     location: Location, offloaded: list[int], shapes: Shapes, rank: OptimizerStates, ranks: int
 ) -> Iterator[tuple[int, str, Tensor]]:
-    """Yield (sub-group, kind, tensor) for each swap file of a rank."""
     folder = _find_folder(location, rank.rank)
     names = [path.name for path in folder.iterdir()] if folder.is_dir() else []
     matches = [match for name in names if (match := _WEIGHTS.fullmatch(name))]
@@ -138,7 +137,6 @@ def _check_size(path: Path, numel: int) -> None:
 
 
 def _count_groups(offloaded: list[int], rank: OptimizerStates) -> int:
-    """Return the number of param groups to which the sub-groups belong."""
     owner = {
         index: number
         for number, group in enumerate(rank.optimizer.get("param_groups", []))

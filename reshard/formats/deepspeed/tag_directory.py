@@ -284,7 +284,6 @@ def _describe_source(file: TorchFile, optimizer: OptimizerContent) -> SourceFile
 
 
 def _read_optimizer(first: ModelStates, ranks: Sequence[OptimizerStates]) -> OptimizerContent:
-    """Read the optimizer states of ZeRO in the form of the stage that wrote them."""
     root, shapes = ranks[0].root, first.shapes
     claims = {}
     if ranks[0].is_stage_3:
@@ -348,7 +347,6 @@ def _find_other_settings(
 
 
 def _has_codes(rank: OptimizerStates, groups: int) -> bool:
-    """Return whether a rank's optimizer state is computed from codes."""
     states = (rank.get_group_state(index) for index in range(groups))
     return moments.has_codes(
         value.chunk for state in states for value in state.values() if isinstance(value, Tensor)
@@ -358,7 +356,6 @@ def _has_codes(rank: OptimizerStates, groups: int) -> bool:
 def _list_sharing_ranks(
     first: ModelStates, ranks: Sequence[OptimizerStates]
 ) -> list[list[Sequence[OptimizerStates]]]:
-    """Return for each group the ranks that share each of its flat tensors."""
     sizes = first.expert_ranks or (1,) * len(first.shapes)
     return [stage12.divide_ranks(ranks, size, first.config) if size else [] for size in sizes]
 
@@ -366,7 +363,6 @@ def _list_sharing_ranks(
 def _iterate_unread(
     ranks: Sequence[OptimizerStates], shapes: Shapes, entries: Iterable[Entry]
 ) -> Iterator[tuple[Iterable[str], Mapping[str, Any], set[str]]]:
-    """Yield the members of each flat tensor, its state, and the slots that are not in entries."""
     read: dict[str, set[str]] = {}
     for entry in entries:
         read.setdefault(entry.fqn, {"step"}).add(entry.kind)

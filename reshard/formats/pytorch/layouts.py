@@ -221,7 +221,6 @@ LAYOUTS: dict[str, Callable[[WritableState, Request], LaidOut]] = {  # by the na
 
 
 def _lay_out_checkpoint(state: WritableState, request: Request, run: TrainerRun) -> Skeleton:
-    """Lay out one checkpoint of the trainer."""
     form = request.state_dict_type
     if form == "unsharded" or request.weights_only:
         raise UsageError(
@@ -296,7 +295,6 @@ def _lay_out_local(state: WritableState, request: Request) -> Skeleton:
 
 
 def _require_units(request: Request, by: str) -> ModelShapes:
-    """Return the model with its FSDP units, which flat parameters need."""
     if request.model is None or not request.model.units:
         raise UsageError(
             by,
@@ -315,7 +313,6 @@ def _lay_out_rank_files(
 
 
 def _choose_grid(naming: rank_files.FileNames, request: Request, source: Manifest) -> MeshGrid:
-    """Return the requested mesh, else a single axis under its usual name or that of the source."""
     if request.grid is None:
         own = find_only_axis(source.placements.values())
         names = naming.meshes[0] if naming.meshes else (own,) if own else None
@@ -387,7 +384,6 @@ def _describe_changes(
 
 
 def _note_tensor_plan(state: WritableState, request: Request) -> tuple[str, ...]:
-    """Return a note on what the tensor-parallel axis cuts, if there is one."""
     grid, tensor = request.grid, request.tensor
     return (
         ()

@@ -217,7 +217,6 @@ def fill_optimizer_state(state: dict[str, Any], manifest: Manifest) -> dict[Key,
 
 
 def _open_reader(manifest: Manifest) -> StorageReader:
-    """Return a reader of a manifest that rank 0 has checked."""
     return StorageReader(manifest, model=_MODEL, optimizer=_OPTIMIZER, trust="none")
 
 

@@ -121,7 +121,6 @@ class PlainItems:
         return (value,)
 
     def _find_group(self, key: str, hyper: Hyper) -> ParamGroup:
-        """Return the checkpoint's group for one of the target's, by its parameters or its index."""
         groups, group_of = self.keys.state.groups, self.keys.state.group_of
         if hyper.group is None:
             return groups[group_of[hyper.fqn]]
@@ -154,7 +153,6 @@ class PlainItems:
         )
 
     def _refuse_missing(self) -> None:
-        """Raise an error if a key is missing."""
         missing = [key for key in self.missing if not self._is_harmless(key)]
         partial = getattr(self.planner, "allow_partial_load", False)
         if not missing or (partial and self.keys.prefixes):
@@ -238,7 +236,6 @@ class PlainItems:
 
 
 def _is_optimizer_state(value: Resolved) -> bool:
-    """Return whether a value is the optimizer's state of one parameter."""
     return isinstance(value, Step) or (isinstance(value, Entry) and value.kind not in WEIGHT_KINDS)
 
 

@@ -166,7 +166,6 @@ class Keys(dict[str, torch_metadata.STORAGE_TYPES]):
         return _build_metadata(self.resolved[key])
 
     def _resolve(self, key: str) -> Resolved:
-        """Return the value that a key refers to."""
         for option, find, names in self._iterate_readings():
             matches = {
                 prefix: value

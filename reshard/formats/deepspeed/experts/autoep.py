@@ -52,7 +52,6 @@ class _ExpertLayer:
     per_rank: int  # number of experts of one rank
 
     def name_weight(self, part: str) -> str:
-        """Return AutoEP's name of a weight of all experts."""
         return f"{self.path}.experts.{part}"
 
     def name_rank_weight(self, part: str, rank: int) -> str:
@@ -69,7 +68,6 @@ class _ModelPlace:
     box: Box
 
     def put(self, entry: Entry) -> Iterator[Chunk]:
-        """Yield the chunks of the part as chunks of the tensor."""
         views = (Reshape(entry.shape, self.box.shape), Put(self.shape, self.box))
         return apply_views(entry.chunks, views)
 
@@ -137,7 +135,6 @@ def _restore(manifest: Manifest, entries: Iterable[Entry], first: ModelStates) -
 
 
 def _refuse(files: TagFiles, first: ModelStates) -> None:
-    """Refuse what is not read yet."""
     where = files.location
     if files.layers or set(files.ranks) != {0}:
         raise UnsupportedError(
@@ -167,7 +164,6 @@ def _refuse_own_names(first: ModelStates) -> None:
 
 
 def _read_layers(first: ModelStates) -> tuple[list[_ExpertLayer], int]:
-    """Return the layers of experts, and the number of expert-parallel ranks."""
     listed = first.root["ds_autoep_layers"]
     path = first.file.path
     for kind in (AUTOEP_LAYERS, AUTOEP_PLACEMENTS):
@@ -253,7 +249,6 @@ def _place_experts(
 
 
 def _rename_others(first: ModelStates, layers: Sequence[_ExpertLayer]) -> dict[str, str]:
-    """Return AutoEP's name -> the model's, for what is beside the experts of a layer."""
     names = {}
     for layer in layers:
         prefix = f"{layer.path}."
@@ -294,7 +289,6 @@ def drop_aliases(first: ModelStates) -> ModelStates:
 
 
 def _with_all_ranks(first: ModelStates, layers: Sequence[_ExpertLayer], size: int) -> ModelStates:
-    """Return the model states with the experts of every rank, rank by rank."""
     weights = {layer.name_weight(part): (layer, part) for layer in layers for part in _PARTS}
     groups, ranks = [], []
     for group in first.shapes:
@@ -333,7 +327,6 @@ def _join(
     places: Mapping[str, _ModelPlace],
     names: Mapping[str, str],
 ) -> Iterator[Entry]:
-    """Yield the entries under the model's names, the parts of one tensor as one entry."""
     parts: dict[Key, list[tuple[Entry, _ModelPlace | None]]] = {}
     for entry in entries:
         place = places.get(entry.fqn)

@@ -105,7 +105,6 @@ def _open_expert(number: int, path: Path) -> Expert:
 
 
 def _check_tensors(experts: Sequence[Expert]) -> None:
-    """Check that the experts of a layer have the same tensors: they are copies of one module."""
     layers: dict[str, tuple[Expert, set[str]]] = {}
     for expert in experts:
         names = {parsed.rest for parsed in map(parse_expert_name, expert.tensors) if parsed}

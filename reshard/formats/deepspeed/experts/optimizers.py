@@ -88,7 +88,6 @@ def read(
 
 
 def _list_paths(files: TagFiles) -> list[tuple[int, Path]]:
-    """Return the model-parallel rank and the file of each expert-parallel rank."""
     paths: dict[int, tuple[int, Path]] = {}
     for (rank, number), path in sorted(files.expert_optim.items()):
         if rank in paths:

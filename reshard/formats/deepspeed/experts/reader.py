@@ -228,7 +228,6 @@ def with_all_experts(
 
 
 def _has_gate(first: ModelStates, layer: str) -> bool:
-    """Return whether the model states have the gate of a layer of experts."""
     return any(name.startswith(f"{layer}gate.") for name in first.root.get("module") or {})
 
 

@@ -98,7 +98,6 @@ def read(files: TagFiles, firsts: Sequence[ModelStates], tensor: int) -> TensorR
 
 
 def _read_whole_experts(files: TagFiles, firsts: Sequence[ModelStates]) -> TensorRanks:
-    """Read a run whose ranks have each expert whole."""
     first = firsts[0]
     reader.refuse(files, first)
     experts = open_experts(files, first)
@@ -193,7 +192,6 @@ def _select_lists(states: ModelStates, keep: Callable[[str], bool]) -> ModelStat
 
 
 def _select_all_ranks(states: ModelStates, firsts: Sequence[ModelStates]) -> ModelStates:
-    """Return the experts' part of model states, as those of all ranks."""
     own = _select_lists(states, _is_of_expert)
     return replace(own, root=own.root | {"dp_world_size": states.data_ranks * len(firsts)})
 

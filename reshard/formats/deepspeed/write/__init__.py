@@ -100,7 +100,6 @@ def _lay_out_mixture(
 def _resolve_ranks(
     state: WritableState, cut: ModelGrid, target: DeepSpeedTarget, *, universal: bool = False
 ) -> Iterator[tuple[OutputSpec, ModelRank]]:
-    """Yield each model-parallel rank with the spec of its files."""
     trained = find_precision(state)  # a single rank's parameters may have another dtype than most
     if cut.layered and not target.weights_only:
         _refuse_stage(cut, target.zero_stage, target.dtype or trained)

@@ -85,26 +85,22 @@ class _FirstRank:
         self._local = {layer: count // sizes[layer] for layer, count in counts.items()}
 
     def get_local_name(self, fqn: str) -> str:
-        """Return the name that a parameter has on the rank that holds it."""
         own = parse_expert_name(fqn)
         return str(own.renumber(own.number % self._local[own.layer])) if own else fqn
 
     def name_group(self, expert: str) -> str:
-        """Return the name of the groups that hold an expert's parameter."""
         own = parse_expert_name(expert)
         if own is None:  # the caller passes only names of experts
             raise AssertionError(expert)
         return name_expert_group(self._sizes[own.layer])
 
     def select(self, members: Sequence[TrainedParameter]) -> list[TrainedParameter]:
-        """Return the members that the first rank has."""
         return [member for member in members if self.get_local_name(member.fqn) == member.fqn]
 
 
 def _join_user_groups(
     groups: Sequence[TrainedGroup], rank: _FirstRank
 ) -> Iterator[list[TrainedGroup]]:
-    """Yield lists of the groups that were split from one of the user's."""
     parts: list[TrainedGroup] = []
     for group in groups:
         if parts and not _is_continuation(parts, group, rank):

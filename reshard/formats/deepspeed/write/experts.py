@@ -273,7 +273,6 @@ def refuse_universal(state: WritableState) -> None:
 
 
 def _count_experts(state: WritableState) -> dict[str, int]:
-    """Return how many experts each layer has."""
     counts: dict[str, int] = {}
     for own in (parse_expert_name(weight.fqn) for weight in state.weights):
         if own:
@@ -282,7 +281,6 @@ def _count_experts(state: WritableState) -> dict[str, int]:
 
 
 def _find_sizes(state: WritableState, counts: Mapping[str, int]) -> dict[str, int]:
-    """Return the number of ranks that share each layer, from the names of the param groups."""
     sizes: dict[str, int] = {}
     for number, group in enumerate(state.groups):
         members = [parse_expert_name(fqn) for fqn in group.fqns]

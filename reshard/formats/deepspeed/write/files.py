@@ -76,7 +76,6 @@ def lay_out_experts(
 
 
 def _lay_out_expert_files(mixture: Mixture, spec: OutputSpec) -> Iterator[Skeleton]:
-    """Yield the file of each expert."""
     weights = {weight.fqn: weight for weight in mixture.state.weights}
     for name, kept_names in mixture.list_files():
         slots = {fqn: build_whole_tensor(*spec.stored(weights[fqn])) for fqn in kept_names.values()}
@@ -85,7 +84,6 @@ def _lay_out_expert_files(mixture: Mixture, spec: OutputSpec) -> Iterator[Skelet
 
 
 def _lay_out_model_states(spec: OutputSpec) -> Iterator[Skeleton]:
-    """Yield ``*_model_states.pt``."""
     name = f"mp_rank_{spec.mp_rank:02d}_model_states.pt"
     if spec.stage < 3:
         yield _lay_out_stamped(spec, f"{spec.tag}/{name}", model_states.make_shared_file(spec))
@@ -102,7 +100,6 @@ def _lay_out_model_states(spec: OutputSpec) -> Iterator[Skeleton]:
 
 
 def _lay_out_stamped(spec: OutputSpec, name: str, root: Any, rank: int = 0) -> Skeleton:
-    """Return the stamped file of a data-parallel rank."""
     return torch_writer.lay_out_object(name, root, stamp=spec.stamp(name, rank))
 
 

@@ -333,7 +333,6 @@ def _cut_rank(
     layers: tuple[Layer, ...],
     suffix: str,
 ) -> ModelRank:
-    """Return one rank's part of a stage's state."""
     lifts: dict[str, tuple[Index, tuple[Move, ...], Split]] = {}
     local: dict[Key, Entry] = {}
 

@@ -77,7 +77,6 @@ def _build_whole_tensors(spec: OutputSpec) -> dict[str, Slot]:
 
 
 def _build_placeholders(spec: OutputSpec) -> dict[str, Slot]:
-    """Return the buffers, and an empty tensor for each parameter."""
     buffers = {weight.fqn for weight in spec.buffers}
     empty: dict[Any, Slot] = {}
     slots = {}
@@ -91,7 +90,6 @@ def _build_placeholders(spec: OutputSpec) -> dict[str, Slot]:
 
 
 def _with_aliases(spec: OutputSpec, slots: dict[str, Slot]) -> OrderedDict[str, Slot]:
-    """Return the module's state dict: a tied name has the tensor of the name that is kept."""
     tied = spec.state.manifest.tied.items()
     aliases = {alias: slots[kept] for alias, kept in tied if kept in slots and alias not in slots}
     return OrderedDict(slots | aliases)
@@ -159,7 +157,6 @@ def _list_frozen_shapes(spec: OutputSpec) -> OrderedDict[str, Any]:
 
 
 def _list_shared_params(spec: OutputSpec) -> dict[str, str]:
-    """Return alias -> the name that is kept."""
     tied = spec.state.manifest.tied.items()
     return {spec.get_listed_name(alias): spec.get_listed_name(kept) for alias, kept in tied}
 

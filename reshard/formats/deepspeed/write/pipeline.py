@@ -106,7 +106,6 @@ def get_shared_module(fqn: str) -> str:
 
 
 def _get_local_name(fqn: str, number: int) -> str:
-    """Return the name that a layer's file has for a tensor."""
     if fqn.startswith(TIED):
         return fqn.removeprefix(TIED).partition(".")[2]
     return fqn.removeprefix(f"{number}.")

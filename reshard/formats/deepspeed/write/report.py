@@ -211,7 +211,6 @@ def _note_hyper(spec: OutputSpec) -> Iterator[str]:
 
 
 def _note_stage_3(spec: OutputSpec) -> Iterator[str]:
-    """Name the counters and slots that stage 3 needs and loads."""
     counts = count_steps(spec)
     if len(seen := {count or 0 for count in counts}) > 1:
         shown = some([f"{count:g}" for count in sorted(seen)], _LISTED)
@@ -282,7 +281,6 @@ def _note_never_stepped(spec: OutputSpec) -> Iterator[str]:
 
 
 def _note_other_framework(spec: OutputSpec) -> Iterator[str]:
-    """Name what DeepSpeed's own checkpoints have and other frameworks' lack."""
     if spec.recast is None:
         yield f"written for a run in {spec.precision}: for another precision, set it with --dtype"
     if spec.state.manifest.train.scheduler is None:

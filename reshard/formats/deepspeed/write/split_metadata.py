@@ -81,7 +81,6 @@ class SplitMetadata:
         return change_entries(state, strip)
 
     def _is_padded(self, fqn: str) -> bool:
-        """Return whether a parameter is a vocabulary with padding rows."""
         is_vocabulary = "vocab_tensor" in self.describe(fqn)
         return is_vocabulary and self._shapes[fqn][0] > (self._vocabulary or 0)
 

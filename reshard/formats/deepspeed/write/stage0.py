@@ -63,7 +63,6 @@ def make_optimizer(spec: OutputSpec) -> dict[str, Any]:
 
 
 def _build_by_parameter(spec: OutputSpec) -> dict[str, Any]:
-    """Return the state dict of an optimizer that has a state for each parameter."""
     groups = (
         (
             build_tensors(group.hyper),
@@ -84,7 +83,6 @@ def _build_state(member: TrainedParameter, group: TrainedGroup) -> dict[str, Any
 
 
 def _build_by_group(spec: OutputSpec) -> dict[str, Any]:
-    """Return the state dict of an optimizer that has one flat tensor for each group."""
     path = spec.state.manifest.origin.path
     states: dict[int, dict[str, Any]] = {}
     for number, group in enumerate(spec.groups):
