@@ -132,7 +132,6 @@ _ACTIONS = [
         metavar="FILE",
         help="read settings from the YAML file of accelerate config",
     ),
-    click.Option(["--ignore-unknown"], is_flag=True, help="ignore unknown fields of these files"),
     click.Option(
         ["--print-config"], is_flag=True, help="print the resolved settings as JSON, and exit"
     ),
@@ -150,7 +149,7 @@ _ACTIONS = [
         help="print the version, and exit",
     ),
 ]
-_LIBRARIES = ("torch", "transformers")  # which the core of reshard does not need
+_LIBRARIES = ("torch", "transformers", "yaml")  # which the core of reshard does not need
 _NO_SETTINGS = {*(option.name for option in _ACTIONS), "help"}
 
 
@@ -204,7 +203,6 @@ def _start(
     /,
     deepspeed: Path | None,
     accelerate: Path | None,
-    ignore_unknown: bool,
     print_config: bool,
     report_memory: bool,
     **flags: Any,
@@ -219,11 +217,11 @@ def _start(
     if deepspeed:
         from trainer.config_files import read_deepspeed
 
-        read_deepspeed(deepspeed, choices, ignore_unknown=ignore_unknown)
+        read_deepspeed(deepspeed, choices)
     if accelerate:
         from trainer.config_files import read_accelerate
 
-        read_accelerate(accelerate, choices, world=world, ignore_unknown=ignore_unknown)
+        read_accelerate(accelerate, choices, world=world)
     if report_memory:  # the prediction is for gradients as wide as the parameters
         precision = choices.values.get("precision", Settings.precision)
         choices.assume("grad_dtype", precision, "--report-memory")

@@ -8,10 +8,8 @@ the value of a flag, else our default. A field that is left out gets the default
 
 from __future__ import annotations
 
-import difflib
 import json
 import math
-import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -33,19 +31,15 @@ def _number(value: Any) -> float:
     return float(value)
 
 
-def _integer(value: Any, least: int = 0) -> int:
+def _count(value: Any, least: int = 0) -> int:
     """Return a whole number; 5e8 is one."""
-    try:
-        number = _number(value)
-    except ValueError:
-        number = math.nan
-    if not number >= least or number % 1:
+    if _number(value) < least or value % 1:
         raise ValueError(f"a whole number, {least} or more")
     return int(value)
 
 
 def _positive(value: Any) -> int:
-    return _integer(value, 1)
+    return _count(value, 1)
 
 
 def _boolean(value: Any) -> bool:
@@ -54,21 +48,19 @@ def _boolean(value: Any) -> bool:
     return value
 
 
-def _text(value: Any) -> str:
+def _text(value: Any) -> str | None:
     if not isinstance(value, str):
         raise ValueError("text")  # noqa: TRY004
-    return value
+    return None if value == "none" else value
 
 
 def _one_of(meanings: Mapping[Any, Any]) -> Kind:
     """Return the kind that maps each allowed value to its meaning here."""
 
     def kind(value: Any) -> Any:
-        simple = isinstance(value, (str, int)) and not isinstance(value, bool)
-        key = value.upper() if isinstance(value, str) and value.upper() in meanings else value
-        if not simple or key not in meanings:
-            raise ValueError("one of " + ", ".join(json.dumps(each) for each in meanings))
-        return meanings[key]
+        if isinstance(value, bool) or not isinstance(value, (str, int)) or value not in meanings:
+            raise ValueError("one of " + ", ".join(map(json.dumps, meanings)))
+        return meanings[value]
 
     return kind
 
@@ -77,20 +69,25 @@ def _words(*values: str) -> Kind:
     return _one_of({value: value for value in values})
 
 
-def _path(value: Any) -> str | None:
-    return None if value == "none" else _text(value)
+def _off_or(kind: Kind) -> Kind:
+    """Return a kind that also takes the word no, which YAML reads as false."""
+    return lambda value: kind("no" if value in (False, "NO") else value)
 
 
-def _adam(value: Any) -> str:
-    if not isinstance(value, str) or value.lower() not in ("adam", "adamw"):
-        raise ValueError('"Adam" or "AdamW", the only supported optimizers')
-    return value.lower()
+def _named(*values: str, suffix: str = "") -> Kind:
+    """Return the kind of one of ``values``, by its name or, as Accelerate has it, its number."""
+    names = {value.lstrip("_").upper() + suffix: value for value in values}
+    return _one_of({**names, **dict(enumerate(values, 1))})
 
 
 def _betas(value: Any) -> tuple[float, float]:
     if not isinstance(value, list) or len(value) != 2:
         raise ValueError("two numbers")
     return _number(value[0]), _number(value[1])
+
+
+def _classes(value: Any) -> tuple[str, ...]:
+    return tuple(name.strip() for name in (_text(value) or "").split(",") if name.strip())
 
 
 _STAGE = _one_of(dict(enumerate(ZERO)))
@@ -104,8 +101,8 @@ _DEEPSPEED: Table = {
     "wall_clock_breakdown": ("wall_clock_breakdown", _boolean),
     f"{_ZERO}.stage": ("strategy", _STAGE),
     f"{_ZERO}.reduce_bucket_size": ("reduce_bucket_size", _positive),
-    f"{_ZERO}.sub_group_size": ("sub_group_size", _integer),
-    f"{_ZERO}.stage3_param_persistence_threshold": ("persistence_threshold", _integer),
+    f"{_ZERO}.sub_group_size": ("sub_group_size", _count),
+    f"{_ZERO}.stage3_param_persistence_threshold": ("persistence_threshold", _count),
     f"{_ZERO}.offload_optimizer.device": ("offload_optimizer", _DEVICE),
     f"{_ZERO}.offload_optimizer.nvme_path": ("nvme_path", _text),
     f"{_ZERO}.offload_param.device": ("offload_param", _DEVICE),
@@ -113,12 +110,12 @@ _DEEPSPEED: Table = {
     "bf16.enabled": ("", _boolean),
     "fp16.enabled": ("", _boolean),
     "fp16.loss_scale": ("loss_scale", _number),
-    "fp16.initial_scale_power": ("initial_scale_power", _integer),
+    "fp16.initial_scale_power": ("initial_scale_power", _count),
     "fp16.loss_scale_window": ("loss_scale_window", _positive),
     "fp16.hysteresis": ("hysteresis", _positive),
     "fp16.min_loss_scale": ("min_loss_scale", _number),
     "data_types.grad_accum_dtype": ("grad_dtype", _words("fp32", "bf16", "fp16")),
-    "optimizer.type": ("", _adam),
+    "optimizer.type": ("", _words("Adam", "AdamW")),
     f"{_ADAM}.lr": ("lr", _number),
     f"{_ADAM}.betas": ("beta1 beta2", _betas),
     f"{_ADAM}.eps": ("eps", _number),
@@ -145,49 +142,19 @@ _DEEPSPEED_SPEED = {
         " stage3_gather_16bit_weights_on_model_save".split()
     ),
 }
-
-
-def _named(*values: str, suffix: str = "") -> Kind:
-    """Return the kind of one of ``values``, by its name or, as Accelerate has it, its number."""
-    names = {value.lstrip("_").upper() + suffix: value for value in values}
-    return _one_of({**names, **dict(enumerate(values, 1))})
-
-
 _SHARDING = _named("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD", "_HYBRID_SHARD_ZERO2")
-
-
-def _reshard(value: Any) -> str:
-    """Return the sharding strategy from a boolean (FSDP 2) or its name (FSDP 1)."""
-    if isinstance(value, bool):
-        return "FULL_SHARD" if value else "SHARD_GRAD_OP"
-    return str(_SHARDING(value))
-
-
-def _classes(value: Any) -> tuple[str, ...]:
-    names = value.split(",") if isinstance(value, str) else value
-    if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
-        raise ValueError("class names, separated by commas")
-    return tuple(name.strip() for name in names if name.strip())
-
-
-def _off_or(kind: Kind) -> Kind:
-    """Return a kind that also takes the word no, which YAML reads as false."""
-    return lambda value: kind("NO" if value is False else value)
-
-
+_JSON = "deepspeed_config.deepspeed_config_file"
+_WRAP = _named("TRANSFORMER_BASED_WRAP", "SIZE_BASED_WRAP", "NO_WRAP")
 _ACCELERATE: Table = {
     "compute_environment": ("", _words("LOCAL_MACHINE")),
-    "distributed_type": (
-        "",
-        _off_or(_words("DEEPSPEED", "FSDP", "MULTI_CPU", "MULTI_GPU", "NO")),
-    ),
-    "num_processes": ("", lambda value: value if value == -1 else _positive(value)),
+    "distributed_type": ("", _off_or(_words("DEEPSPEED", "FSDP", "MULTI_CPU", "MULTI_GPU", "no"))),
+    "num_processes": ("", _positive),
     "num_machines": ("", _positive),
-    "mixed_precision": ("", _off_or(_one_of({"NO": "fp32", "fp16": "fp16", "bf16": "bf16"}))),
+    "mixed_precision": ("", _off_or(_one_of({"no": "fp32", "fp16": "fp16", "bf16": "bf16"}))),
     "use_cpu": ("", _boolean),
-    "deepspeed_config.deepspeed_config_file": ("", _text),
-    "deepspeed_config.offload_optimizer_nvme_path": ("nvme_path", _path),
-    "deepspeed_config.offload_param_nvme_path": ("nvme_path", _path),
+    _JSON: ("", _text),
+    "deepspeed_config.offload_optimizer_nvme_path": ("nvme_path", _text),
+    "deepspeed_config.offload_param_nvme_path": ("nvme_path", _text),
     "deepspeed_config.zero_stage": ("strategy", _STAGE),
     "deepspeed_config.gradient_accumulation_steps": ("accumulation", _positive),
     "deepspeed_config.gradient_clipping": ("clip", _number),
@@ -195,16 +162,16 @@ _ACCELERATE: Table = {
     "deepspeed_config.offload_param_device": ("offload_param", _DEVICE),
     "fsdp_config.fsdp_version": ("strategy", _one_of({1: "fsdp", 2: "fsdp2"})),
     "fsdp_config.fsdp_sharding_strategy": ("fsdp_sharding_strategy", _SHARDING),
-    "fsdp_config.fsdp_reshard_after_forward": ("fsdp_sharding_strategy", _reshard),
-    "fsdp_config.fsdp_auto_wrap_policy": (
-        "fsdp_auto_wrap_policy",
-        _named("TRANSFORMER_BASED_WRAP", "SIZE_BASED_WRAP", "NO_WRAP"),
+    "fsdp_config.fsdp_reshard_after_forward": (
+        "fsdp_sharding_strategy",
+        lambda value: "FULL_SHARD" if _boolean(value) else "SHARD_GRAD_OP",
     ),
+    "fsdp_config.fsdp_auto_wrap_policy": ("fsdp_auto_wrap_policy", _WRAP),
     "fsdp_config.fsdp_transformer_layer_cls_to_wrap": (
         "fsdp_transformer_layer_cls_to_wrap",
         _classes,
     ),
-    "fsdp_config.fsdp_min_num_params": ("fsdp_min_num_params", _integer),
+    "fsdp_config.fsdp_min_num_params": ("fsdp_min_num_params", _count),
     "fsdp_config.fsdp_state_dict_type": (
         "state_dict_type",
         _named("full", "local", "sharded", suffix="_STATE_DICT"),
@@ -225,8 +192,6 @@ _ACCELERATE_SPEED = {
         " sync_module_states cpu_ram_efficient_loading limit_all_gathers".split()
     ),
 }
-_QUIET = (None, False, 0, "auto", "no", "main", "static", "standard", "BACKWARD_PRE")
-"""Values of fields of speed or output that need no note: those of the questionnaire."""
 
 
 @dataclass
@@ -235,36 +200,32 @@ class _File:
 
     path: Path
     choices: Choices
-    ignore_unknown: bool
 
     def origin(self, field: str) -> str:
         return f"{field} in {self.path.name}"
 
-    def read_fields(
-        self, document: Any, table: Table, speed: set[str], quiet: tuple[Any, ...] = (None, "auto")
-    ) -> dict[str, Any]:
+    def read_fields(self, document: Any, table: Table, speed: set[str]) -> dict[str, Any]:
         """State the settings of the known fields; return the converted value of each field.
 
         Args:
             document: the content of the file.
             table: the fields that are settings.
             speed: the fields that change speed or output only.
-            quiet: values of these for which there is no note.
 
         Raises:
             SettingsError: an unknown field, a wrong type, or a contradicting value.
         """
-        if not isinstance(document, dict):
-            raise self.wrong("the file", "an object of named fields", document)
         sections = {path.rpartition(".")[0] for path in (*table, *speed)}
         sections |= {path.rpartition(".")[0] for path in sections}
         found = {}
         for path, value in self._flatten(document, sections):
             if path in speed:
-                if value not in quiet and not (value is True and "." not in path):
+                if value not in (None, "auto"):
                     self.choices.note(f"{self.path.name}: no effect here", path)
             elif path not in table:
-                self._refuse(path, [*table, *speed, *sections])
+                raise SettingsError(
+                    f"{self.path.name}: field {path} is not supported here", "remove the field"
+                )
             elif value is not None and value != "auto":
                 setting, kind = table[path]
                 try:
@@ -279,30 +240,16 @@ class _File:
         return found
 
     def _flatten(
-        self, section: dict[Any, Any], sections: set[str], prefix: str = ""
+        self, section: Any, sections: set[str], prefix: str = ""
     ) -> Iterator[tuple[str, Any]]:
+        if not isinstance(section, dict):
+            raise self.wrong(prefix.rstrip(".") or "the file", "an object of named fields", section)
         for name, value in section.items():
             path = f"{prefix}{name}"
             if path not in sections:
                 yield path, value
-            elif value is None:
-                continue
-            elif isinstance(value, dict):
+            elif value is not None:
                 yield from self._flatten(value, sections, f"{path}.")
-            else:
-                raise self.wrong(path, "an object of named fields", value)
-
-    def _refuse(self, path: str, known: list[str]) -> None:
-        if self.ignore_unknown:
-            self.choices.note(f"{self.path.name}: unknown, ignored", path)
-            return
-        near = [each for each in known if each.rpartition(".")[2] == path.rpartition(".")[2]]
-        near = near or difflib.get_close_matches(path, known, n=1, cutoff=0.8)
-        raise SettingsError(
-            f"{self.path.name}: field {path} is not supported here",
-            (f"did you mean {near[0]}? " if near else "")
-            + "--ignore-unknown trains without this field",
-        )
 
     def wrong(self, path: str, expected: str, found: Any) -> SettingsError:
         shown = json.dumps(found, default=str)
@@ -311,32 +258,33 @@ class _File:
             f"correct it in {self.path}",
         )
 
-    def read_text(self) -> str:
-        """Return the text of the file.
+    def parse(self, parse: Callable[[str], Any], error_type: type[Exception]) -> Any:
+        """Return the content of the file.
 
         Raises:
-            SettingsError: the file is missing or is not text.
+            SettingsError: the file is missing, or has another syntax.
         """
         try:
-            return self.path.read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError) as error:
-            reason = error.strerror if isinstance(error, OSError) else error
-            remedy = "give a readable text file"
-            raise SettingsError(f"cannot read {self.path}: {reason}", remedy) from None
+            return parse(self.path.read_text(encoding="utf-8"))
+        except OSError as error:
+            raise SettingsError(
+                f"cannot read {self.path}: {error.strerror}", "give a readable text file"
+            ) from None
+        except (error_type, UnicodeDecodeError) as error:
+            raise SettingsError(
+                f"cannot parse {self.path}: {' '.join(str(error).split())}", "correct the file"
+            ) from None
 
 
-def read_deepspeed(path: Path, choices: Choices, *, ignore_unknown: bool = False) -> None:
+def read_deepspeed(path: Path, choices: Choices) -> None:
     """Add the settings of a ``ds_config.json`` to ``choices``.
 
     Raises:
         SettingsError: the file cannot be read, has an unknown field, contradicts another source, or
             needs something that is not supported.
     """
-    file = _File(path, choices, ignore_unknown)
-    try:
-        document = json.loads(file.read_text(), object_pairs_hook=_check_unique)
-    except (ValueError, RecursionError) as error:
-        raise SettingsError(f"{path} is not JSON: {error}", "correct the file") from None
+    file = _File(path, choices)
+    document = file.parse(json.loads, ValueError)
     found = file.read_fields(document, _DEEPSPEED, _DEEPSPEED_SPEED)
     given = {
         name for name in ("global_batch", "micro_batch", "accumulation") if choices.stated(name)
@@ -347,30 +295,23 @@ def read_deepspeed(path: Path, choices: Choices, *, ignore_unknown: bool = False
     choices.assume("strategy", "ddp", f"no zero_optimization.stage in {path.name}")
     _choose_precision(file, document, found)
     if "optimizer.type" in found:
-        if found["optimizer.type"] == "adam" and found.get(f"{_ADAM}.adam_w_mode") is False:
+        if found["optimizer.type"] == "Adam" and found.get(f"{_ADAM}.adam_w_mode") is False:
             raise file.wrong(f"{_ADAM}.adam_w_mode", "true: only AdamW is supported", False)
         params = document["optimizer"].get("params") or {}
         if "weight_decay" not in params and not params.get("torch_adam"):  # DeepSpeed's own Adam
             choices.assume("weight_decay", 0.0, f"no {_ADAM}.weight_decay in {path.name}")
     if "scheduler.type" in found:
-        _check_schedule(file, document, found["scheduler.type"])
-
-
-def _check_unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    names = [name for name, _ in pairs]
-    if twice := sorted({name for name in names if names.count(name) > 1}):
-        raise ValueError(f"the field {twice[0]} is twice in one object")
-    return dict(pairs)
+        params = document["scheduler"].get("params") or {}
+        if "warmup_num_steps" not in params:
+            choices.assume("warmup_steps", 1000, f"no {_SCHEDULE}.warmup_num_steps in {path.name}")
+        if found["scheduler.type"] == "WarmupDecayLR" and "warmup_max_lr" not in params:
+            # DeepSpeed then warms up to 0.001, whatever the optimizer's lr is.
+            choices.state("lr", 0.001, file.origin(f"{_SCHEDULE}.warmup_max_lr (its default)"))
 
 
 def _choose_precision(file: _File, document: dict[str, Any], found: dict[str, Any]) -> None:
     """State the precision of the section that is enabled; without one, DeepSpeed trains in fp32."""
     on = [name for name in ("fp16", "bf16") if found.get(f"{name}.enabled")]
-    if len(on) > 1:
-        raise SettingsError(
-            f"{file.path.name}: fp16 and bf16 are both enabled",
-            "set enabled to false in one of them",
-        )
     for name in on:
         file.choices.state("precision", name, file.origin(f"{name}.enabled"))
     known = file.choices.stated("precision")
@@ -383,44 +324,22 @@ def _choose_precision(file: _File, document: dict[str, Any], found: dict[str, An
         file.choices.assume("precision", "fp32", origin)
 
 
-def _check_schedule(file: _File, document: dict[str, Any], kind: str) -> None:
-    params = document["scheduler"].get("params") or {}
-    takes = {"warmup_num_steps", "warmup_type"}
-    takes |= {"warmup_min_ratio", "cos_min_ratio"} if kind == "WarmupCosineLR" else set()
-    takes |= {"warmup_min_lr", "warmup_max_lr"} if kind != "WarmupCosineLR" else set()
-    takes |= {"total_num_steps"} if kind != "WarmupLR" else set()
-    for name in params.keys() - takes:
-        if f"{_SCHEDULE}.{name}" in _DEEPSPEED:
-            raise SettingsError(
-                f"{file.path.name}: scheduler.params.{name} is not a parameter of {kind}",
-                f"its parameters are {', '.join(sorted(takes))}",
-            )
-    origin = f"no scheduler.params.warmup_num_steps in {file.path.name}"
-    if "warmup_num_steps" not in params:
-        file.choices.assume("warmup_steps", 1000, origin)
-    if kind == "WarmupDecayLR" and "warmup_max_lr" not in params:
-        # DeepSpeed then warms up to 0.001, whatever the optimizer's lr is; another lr is an error.
-        origin = file.origin("scheduler.params.warmup_max_lr (its default)")
-        file.choices.state("lr", 0.001, origin)
-
-
-def read_accelerate(
-    path: Path, choices: Choices, *, world: int | None = None, ignore_unknown: bool = False
-) -> None:
+def read_accelerate(path: Path, choices: Choices, *, world: int | None = None) -> None:
     """Add the settings of a YAML file, and of the DeepSpeed file that it names, to ``choices``.
 
     Args:
         path: a file that ``accelerate config`` wrote.
         choices: the settings of other sources, to which this file's are added.
         world: the number of ranks, if a launcher has started them already.
-        ignore_unknown: ignore unknown fields.
 
     Raises:
         SettingsError: the file cannot be read, has an unknown field, contradicts another source, or
             needs something that is not supported.
     """
-    file = _File(path, choices, ignore_unknown)
-    document = _load_yaml(file)
+    import yaml  # type: ignore[import-untyped]
+
+    file = _File(path, choices)
+    document = file.parse(yaml.safe_load, yaml.YAMLError)
     if not isinstance(document, dict) or "distributed_type" not in document:
         raise SettingsError(
             f"{path} has no field distributed_type", "make the file with accelerate config"
@@ -428,96 +347,50 @@ def read_accelerate(
     for name, owner in (("deepspeed_config", "DEEPSPEED"), ("fsdp_config", "FSDP")):
         if document["distributed_type"] != owner and document.pop(name, None):
             choices.note(f"{path.name}: no effect with {document['distributed_type']}", name)
-    if isinstance(document.get("fsdp_config"), dict):  # Accelerate adds the prefix as well
-        document["fsdp_config"] = {
-            name if str(name).startswith("fsdp") else f"fsdp_{name}": value
-            for name, value in document["fsdp_config"].items()
-        }
-    found = file.read_fields(document, _ACCELERATE, _ACCELERATE_SPEED, _QUIET)
+    found = file.read_fields(document, _ACCELERATE, _ACCELERATE_SPEED)
     _state_ranks(file, found, world)
-    kind = found.get("distributed_type", "NO")
-    if kind == "MULTI_CPU" or found.get("use_cpu"):
-        choices.state("device", "cpu", file.origin("use_cpu"))
-    json_file = str(found.get("deepspeed_config.deepspeed_config_file", "none"))
-    _state_mixed_precision(file, found, decides=json_file == "none")
-    origin = file.origin("distributed_type")
-    if kind == "DEEPSPEED":
-        choices.limit("strategy", ZERO, origin)
-        if json_file != "none":
-            read_deepspeed(_find_json(file, json_file), choices, ignore_unknown=file.ignore_unknown)
-        choices.assume("strategy", "zero2", f"no deepspeed_config.zero_stage in {path.name}")
-    elif kind == "FSDP":
-        choices.limit("strategy", FSDP, origin)
-        forms = {"fsdp2": "sharded"}
-        for setting, value in {
-            "strategy": "fsdp",
-            "fsdp_auto_wrap_policy": "NO_WRAP",
-            "fsdp_min_num_params": 100_000_000,
-            "state_dict_type": forms.get(found.get("fsdp_config.fsdp_version", ""), "full"),
-        }.items():
-            choices.assume(setting, value, f"the default of Accelerate, in {path.name}")
-    else:
-        choices.state("strategy", "ddp", origin)
+    _state_precision(file, found)
+    _state_strategy(file, found)
 
 
-def _state_mixed_precision(file: _File, found: dict[str, Any], *, decides: bool) -> None:
+def _state_ranks(file: _File, found: dict[str, Any], world: int | None) -> None:
+    """Set the number of ranks, unless a launcher has started them, and their device."""
+    if world is None:
+        if found.get("num_machines", 1) > 1:
+            raise file.wrong("num_machines", "1, or a start by torchrun", found["num_machines"])
+        if "num_processes" in found:
+            file.choices.state("nproc", found["num_processes"], file.origin("num_processes"))
+    if found.get("distributed_type") == "MULTI_CPU" or found.get("use_cpu"):
+        file.choices.state("device", "cpu", file.origin("use_cpu"))
+
+
+def _state_precision(file: _File, found: dict[str, Any]) -> None:
     """Set the precision; "no" states nothing if there is a DeepSpeed file, which then decides."""
-    precision = found.get("mixed_precision")
+    precision, decides = found.get("mixed_precision"), not found.get(_JSON)
     if precision and (decides or precision != "fp32"):
         file.choices.state("precision", precision, file.origin("mixed_precision"))
     else:
         file.choices.assume("precision", "fp32", f"no mixed_precision in {file.path.name}")
 
 
-def _load_yaml(file: _File) -> Any:
-    """Return the content; a quoted number or boolean is one, as in environment variables."""
-    try:
-        import yaml  # type: ignore[import-untyped]
-    except ImportError:
-        raise SettingsError(
-            f"cannot read {file.path} without PyYAML", "pip install pyyaml"
-        ) from None
-
-    def unquote(value: Any) -> Any:
-        if isinstance(value, dict):
-            return {name: unquote(each) for name, each in value.items()}
-        if isinstance(value, str) and re.fullmatch(r"[\w.+-]+", value):
-            plain = yaml.safe_load(value)
-            return plain if isinstance(plain, (bool, int, float)) else value
-        return value
-
-    try:
-        return unquote(yaml.safe_load(file.read_text()))
-    except yaml.YAMLError as error:
-        raise SettingsError(
-            f"{file.path} is not YAML: {' '.join(str(error).split())}", "correct the file"
-        ) from None
-
-
-def _state_ranks(file: _File, found: dict[str, Any], world: int | None) -> None:
-    """Set the number of ranks, unless a launcher has started them."""
-    processes = found.get("num_processes", -1)
-    if world is None and found.get("num_machines", 1) > 1:
-        raise SettingsError(
-            f"{file.origin('num_machines')} is {found['num_machines']}, and the trainer starts "
-            "ranks on one machine only",
-            "run on each machine: torchrun --nnodes N --nproc-per-node N --rdzv-endpoint HOST:PORT"
-            " -m trainer ...",
-        )
-    if world is None and processes != -1:
-        file.choices.state("nproc", processes, file.origin("num_processes"))
-    elif processes not in (-1, world):
-        subject = f"{file.path.name}: no effect with a launcher of {world} ranks"
-        file.choices.note(subject, "num_processes")
-
-
-def _find_json(file: _File, name: str) -> Path:
-    paths = (file.path.parent / name, Path(name))
-    found = next((path for path in paths if path.is_file()), None)
-    if found is None:
-        raise SettingsError(
-            f"{file.origin('deepspeed_config.deepspeed_config_file')} is {name}, which is neither "
-            f"beside {file.path.name} nor in the current directory",
-            "correct the path",
-        )
-    return found
+def _state_strategy(file: _File, found: dict[str, Any]) -> None:
+    choices, path, kind = file.choices, file.path, found.get("distributed_type", "no")
+    origin = file.origin("distributed_type")
+    if kind == "DEEPSPEED":
+        choices.limit("strategy", ZERO, origin)
+        if json_file := found.get(_JSON):
+            beside = path.parent / json_file
+            read_deepspeed(beside if beside.exists() else Path(json_file), choices)
+        choices.assume("strategy", "zero2", f"no deepspeed_config.zero_stage in {path.name}")
+    elif kind == "FSDP":
+        choices.limit("strategy", FSDP, origin)
+        is_second = found.get("fsdp_config.fsdp_version") == "fsdp2"
+        for setting, value in {
+            "strategy": "fsdp",
+            "fsdp_auto_wrap_policy": "NO_WRAP",
+            "fsdp_min_num_params": 100_000_000,
+            "state_dict_type": "sharded" if is_second else "full",
+        }.items():
+            choices.assume(setting, value, f"the default of Accelerate, in {path.name}")
+    else:
+        choices.state("strategy", "ddp", origin)
