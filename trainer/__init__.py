@@ -1,7 +1,7 @@
 """A minimal sharded trainer: ZeRO 0-3 and FSDP, per-rank checkpoints, bit-exact resume.
 
 It writes the files that DeepSpeed and PyTorch write. It does not import DeepSpeed, and imports
-``reshard`` only to resume from other programs' checkpoints.
+``reshard`` only to resume from a checkpoint of another layout or of other ranks.
 
 Read ``core`` first, in the order of its docstring; that takes an evening, and ``core`` imports
 nothing from the rest:

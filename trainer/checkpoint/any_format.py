@@ -2,11 +2,12 @@
 
 ``reshard split`` would write a copy of it in this run's layout. Here each rank reads its own part
 of that copy while ``reshard`` computes the bytes, and nothing is written. ``reshard`` is imported
-only for such a checkpoint: the trainer's own files are read without it.
+only for that: files of the same layout and the same ranks are read without it.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -16,8 +17,9 @@ from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import nn
 
-from trainer.checkpoint import directory
+from trainer.checkpoint import directory, state
 from trainer.checkpoint.deepspeed import make_basic_config
 from trainer.core.errors import CheckpointError, LayoutError
 from trainer.core.model import build_model
@@ -26,8 +28,6 @@ from trainer.core.optimizer import list_trainable, make_hyperparameters, make_pa
 from trainer.settings import Settings
 
 if TYPE_CHECKING:
-    from torch import nn
-
     from reshard.commands.split.options import SplitOptions
     from reshard.engine.move.on_demand import OnDemandFiles
     from reshard.errors import ReshardError
@@ -72,8 +72,8 @@ def open_converted(
     try:
         with ExitStack() as opened:
             model = build_model(settings, meta=True)
-            options = opened.enter_context(_make_options(settings, model))
-            config = make_basic_config(settings) if settings.layout == "DeepSpeed" else None
+            options = opened.enter_context(_make_options(checkpoint, settings, model))
+            config = _make_config(settings) if settings.layout == "DeepSpeed" else None
             target = LiveTarget(shapes=shapes_of(model), config=config)
             live = opened.enter_context(open_live_files(checkpoint, options, target))
             folder = opened.enter_context(create_names(live.files))
@@ -86,28 +86,53 @@ def open_converted(
         raise _make_error(error) from error
 
 
+_models: list[nn.Module] = []
+"""The model of the run, without values, while its source is open."""
+
+
+def get_model() -> nn.Module:
+    """Return the model: ``reshard`` calls it as a user's function that builds the model."""
+    return _models[-1]
+
+
 @contextmanager
-def _make_options(settings: Settings, model: nn.Module) -> Iterator[SplitOptions]:
-    """Return the options of ``reshard split`` for this run; two of them are files while it runs.
+def _make_options(checkpoint: Path, settings: Settings, model: nn.Module) -> Iterator[SplitOptions]:
+    """Return the options of ``reshard split`` for this run, which are valid in the block.
 
     The run has its own param groups and hyper-parameters, and the names of its model in memory,
     whatever those of the source were.
     """
     from reshard.commands.split.options import SplitOptions
 
-    with TemporaryDirectory(prefix="trainer-") as folder:
-        config, groups = Path(folder, "config.json"), Path(folder, "groups.json")
-        load_model_config(settings).to_json_file(config, use_diff=False)
-        groups.write_text(json.dumps(_list_param_groups(settings, model)))
-        chosen: dict[str, Any] = {"world_size": settings.nproc, "model": str(config)}
-        if settings.layout == "FSDP":
-            chosen |= {"to": "fsdp", "state_dict_type": "sharded", "dtype": "fp32"}
-            chosen |= {"param_groups": groups}
-        else:
-            # Stage 0 has no names in its optimizer; our own reader of ddp takes those of stage 1.
-            stage = max(settings.zero_stage, 1)
-            chosen |= {"to": "deepspeed", "zero_stage": stage, "dtype": settings.precision}
-        yield SplitOptions(names="module", **chosen)
+    chosen: dict[str, Any] = {"world_size": settings.nproc}
+    if settings.layout == "FSDP":
+        chosen |= {"to": "fsdp", "state_dict_type": "sharded", "dtype": "fp32"}
+    else:
+        # In ddp every rank reads all, which stage 1 with one rank has in one file.
+        chosen |= {"world_size": settings.nproc if settings.zero_stage else 1}
+        chosen |= {"to": "deepspeed", "zero_stage": settings.zero_stage or 1}
+        chosen |= {"dtype": settings.precision}
+    _models.append(model)
+    try:
+        with TemporaryDirectory(prefix="trainer-") as folder:
+            groups, config = Path(folder, "groups.json"), Path(folder, "config.json")
+            groups.write_text(json.dumps(_list_param_groups(settings, model)))
+            if settings.freeze:  # which a configuration does not state
+                chosen |= {"model": f"{__name__}:get_model"}
+            elif state.read(checkpoint) is None:  # ours have a configuration, and the same names
+                load_model_config(settings).to_json_file(config, use_diff=False)
+                chosen |= {"model": str(config), "names": "module"}
+            yield SplitOptions(param_groups=groups, **chosen)
+    finally:
+        _models.pop()
+
+
+def _make_config(settings: Settings) -> dict[str, Any]:
+    """Return DeepSpeed's configuration of the ranks that the checkpoint is offered to."""
+    if settings.zero_stage:
+        return make_basic_config(settings)
+    one = dataclasses.replace(settings, strategy="zero1", accumulation=settings.microbatches)
+    return make_basic_config(one)
 
 
 def _list_param_groups(settings: Settings, model: nn.Module) -> list[dict[str, Any]]:

@@ -1,26 +1,24 @@
 """FSDP checkpoints in the four forms of Accelerate and PyTorch, under Accelerate's names.
 
-=====  ===========================================  ============================================
-full   pytorch_model_fsdp.bin, optimizer.bin        whole tensors: any number of ranks
-dcp    pytorch_model_fsdp_0/, optimizer_0/          DCP: any number of ranks
-rank   pytorch_model_fsdp_0_rank<r>.bin,            shards by name: the same ranks
+=====  ===========================================  ==============================
+full   pytorch_model_fsdp.bin, optimizer.bin        whole tensors
+dcp    pytorch_model_fsdp_0/, optimizer_0/          DCP: shards at their offsets
+rank   pytorch_model_fsdp_0_rank<r>.bin,            shards by name
        optimizer_0_rank<r>.bin
-local  pytorch_model_fsdp_rank<r>.bin,              tensors as in memory: the same ranks, units
-       optimizer_0_rank<r>.bin                      and generation of FSDP
-=====  ===========================================  ============================================
+local  pytorch_model_fsdp_rank<r>.bin,              tensors as they are in memory
+       optimizer_0_rank<r>.bin
+=====  ===========================================  ==============================
 
-All that is read is compared with the live state first.
+Here only DCP is read, which any number of ranks can do. `any_format` offers the other forms as DCP.
 """
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from torch import nn
-from torch.distributed._shard.sharded_tensor.api import ShardedTensor
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
@@ -29,10 +27,9 @@ from torch.distributed.checkpoint.state_dict import (
     set_optimizer_state_dict,
 )
 from torch.distributed.fsdp import FullyShardedDataParallel, StateDictType
-from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from trainer.checkpoint import fsdp_dcp, fsdp_match
+from trainer.checkpoint import fsdp_dcp
 from trainer.checkpoint.contents import Content, DcpDirectory, Nothing, TorchFile
 from trainer.core.errors import CheckpointError, LayoutError
 from trainer.core.fsdp import ShardedEngine
@@ -46,7 +43,6 @@ NAMES = {
     "local": ("pytorch_model_fsdp_rank{}.bin", "optimizer_0_rank{}.bin"),
 }
 State = dict[str, Any]
-_READ = "read the checkpoint"
 
 
 def collect(engine: ShardedEngine, progress: dict[str, Any]) -> Iterator[Content]:
@@ -67,43 +63,28 @@ def collect(engine: ShardedEngine, progress: dict[str, Any]) -> Iterator[Content
 
 
 def read(directory: Path, engine: ShardedEngine) -> None:
-    """Fill an engine from files in any form, which record no progress. Collective.
+    """Fill an engine from DCP, which records no progress. Collective.
 
     Raises:
-        CheckpointError: the checkpoint does not fit this run.
+        CheckpointError: the checkpoint does not fit this run; LayoutError if it has another form.
     """
+    model, optimizer, ranks = engine.model, engine.optimizer, engine.ranks
+    model_path, optimizer_path = (directory / name for name in NAMES["dcp"])
+    with ranks.raise_on_all(fsdp_dcp.READ):
+        if not model_path.exists():
+            raise LayoutError(f"{directory} has no {model_path.name}: it is not a DCP checkpoint")
+        if not optimizer_path.exists():
+            raise CheckpointError(
+                f"{optimizer_path} is missing", "copy it from where the run was saved"
+            )
     with ignore_known_warnings():
-        load(directory, engine.model, engine.optimizer, engine.ranks)
+        state = _get_model_state(model, "dcp", ranks)
+        fsdp_dcp.load({"model": state}, model_path, ranks)
+        set_model_state_dict(model, state)
+        state = _get_optimizer_state(model, optimizer, "dcp", ranks)
+        fsdp_dcp.load({"optimizer": state}, optimizer_path, ranks)
+        set_optimizer_state_dict(model, optimizer, state)
     engine.keep_hyperparameters()  # torch has taken those of the checkpoint
-
-
-def load(directory: Path, model: nn.Module, optimizer: Optimizer, ranks: Ranks) -> None:
-    """Read model and optimizer from the form that the directory has. Collective.
-
-    Raises:
-        CheckpointError: a file is missing or damaged, or the state has another shape.
-    """
-    with ranks.raise_on_all(_READ):
-        form = _detect_form(directory, ranks.world)
-    model_path, optimizer_path = (directory / name.format(ranks.rank) for name in NAMES[form])
-    try:
-        live = _get_model_state(model, _sharded_form(form), ranks)
-    except RuntimeError as error:  # FSDP 1 with a mesh
-        raise LayoutError(
-            f"{directory} has a local state dict, which this run cannot load: {error}"
-        ) from error
-    load_form = _choose_load_form(model, form)
-    state = _read_state(model_path, form, load_form, {"model": live}, ranks)
-    if form != "local" or not _is_live(state):
-        set_model_state_dict(model, state, options=_make_options(load_form))
-    del live, state
-    live = _get_optimizer_state(model, optimizer, _sharded_form(form), ranks)
-    state = _read_state(optimizer_path, form, load_form, {"optimizer": live}, ranks)
-    if form != "local":
-        set_optimizer_state_dict(model, optimizer, state, options=_make_options(load_form))
-        return
-    for group, saved in zip(optimizer.param_groups, state["param_groups"], strict=True):
-        group.update({key: value for key, value in saved.items() if key != "params"})
 
 
 # The live state, in the form of a file
@@ -111,8 +92,7 @@ def load(directory: Path, model: nn.Module, optimizer: Optimizer, ranks: Ranks) 
 
 def _get_model_state(model: nn.Module, form: str, ranks: Ranks) -> State:
     if form != "local":
-        options = _make_options(form, offload=_should_offload(form, ranks))
-        return get_model_state_dict(model, options=options)
+        return get_model_state_dict(model, options=_make_options(form, ranks))
     if not isinstance(model, FullyShardedDataParallel):
         return model.state_dict()
     with FullyShardedDataParallel.state_dict_type(model, StateDictType.LOCAL_STATE_DICT):
@@ -122,42 +102,17 @@ def _get_model_state(model: nn.Module, form: str, ranks: Ranks) -> State:
 def _get_optimizer_state(model: nn.Module, optimizer: Optimizer, form: str, ranks: Ranks) -> State:
     if form == "local":
         return optimizer.state_dict()
-    options = _make_options(form, offload=_should_offload(form, ranks))
+    options = _make_options(form, ranks)
     return dict(get_optimizer_state_dict(model, optimizer, options=options))
 
 
-def _should_offload(form: str, ranks: Ranks) -> bool:
-    """Return whether torch moves what it gathers to the CPU, so that it gathers on rank 0 only.
+def _make_options(form: str, ranks: Ranks) -> StateDictOptions:
+    """Return torch's options; with offload, it gathers a full state dict on rank 0 only.
 
-    FSDP 1 fails with it if the run is on the CPU, whether the machine has a GPU or not.
+    FSDP 1 fails with offload if the run is on the CPU, whether the machine has a GPU or not.
     """
-    return form == "full" and ranks.device.type == "cuda"
-
-
-def _make_options(form: str, *, offload: bool = False) -> StateDictOptions:
-    return StateDictOptions(full_state_dict=form == "full", cpu_offload=offload)
-
-
-def _is_live(state: State) -> bool:
-    """Return whether a local state dict has the model's own shards; with NO_SHARD it has copies."""
-    return any(isinstance(value, ShardedTensor | DTensor) for value in state.values())
-
-
-def _sharded_form(form: str) -> str:
-    """Return the form in which a rank gets its own shards of what it reads."""
-    return "local" if form == "local" else "dcp"
-
-
-def _choose_load_form(model: nn.Module, form: str) -> str:
-    """Return the form in which torch gets what was read.
-
-    FSDP 2 gets shards: torch 2.13 does not cut a whole tensor correctly along two mesh axes.
-    """
-    whole = isinstance(model, FullyShardedDataParallel)
-    return "dcp" if form == "full" and not whole else form
-
-
-# One file, one file for each rank, or one directory
+    full = form == "full"
+    return StateDictOptions(full_state_dict=full, cpu_offload=full and ranks.device.type == "cuda")
 
 
 def _make_content(name: str, form: str, top: str, state: State, ranks: Ranks) -> Content:
@@ -167,84 +122,3 @@ def _make_content(name: str, form: str, top: str, state: State, ranks: Ranks) ->
     if form == "full" and not ranks.is_first:
         return Nothing()
     return TorchFile(name.format(ranks.rank), state)
-
-
-def _read_state(path: Path, form: str, load_form: str, state: State, ranks: Ranks) -> State:
-    """Return the saved state in the form ``load_form``, checked against the live state.
-
-    Args:
-        path: the file or directory.
-        form: the form of the checkpoint.
-        load_form: the form that ``set_model_state_dict`` or ``set_optimizer_state_dict`` gets.
-        state: the live state, under the key ``model`` or ``optimizer``.
-        ranks: all ranks of the run.
-    """
-    (top,) = state
-    live: State = state[top]
-    if form == "dcp":
-        groups = [{**group, "params": [*group["params"]]} for group in live.get("param_groups", [])]
-        everyone = ranks.all_gather_objects([*live] if top == "model" else [])
-        names = {f"{top}.{name}" for theirs in everyone for name in theirs}
-        with ranks.raise_on_all(_READ):
-            if ranks.is_first:
-                fsdp_dcp.check(state, names, path)
-        fsdp_dcp.load(state, path)
-        with ranks.raise_on_all(_READ):
-            saved_groups = live.get("param_groups", [])
-            fsdp_match.check_groups({"param_groups": groups}, saved_groups, path)
-        return live
-
-    whole = form == "full"
-    everyone = ranks.all_gather_objects(fsdp_match.list_names(live))
-    all_names = {name for theirs in everyone for name in theirs}
-    with ranks.raise_on_all(_READ):
-        saved = fsdp_match.load(path, *(("state", "param_groups") if top == "optimizer" else ()))
-        if whole:
-            saved = fsdp_match.select_own(live, saved, all_names)
-        fsdp_match.check(live, saved, path, whole=whole)
-    if load_form == "full":
-        return saved
-    fsdp_match.fill(live, saved, whole=whole)
-    return live
-
-
-def _detect_form(directory: Path, world: int) -> str:
-    """Return the form of the checkpoint in ``directory``, which must have a file of every rank."""
-    for form, names in NAMES.items():
-        if form in ("full", "dcp"):
-            if (directory / names[0]).exists():
-                _check_exists(directory / names[1])
-                return form
-            continue
-        if _find_ranks(directory, names[0]):
-            for name in names:
-                _check_ranks(directory, name, world)
-            return form
-    raise CheckpointError(
-        f"{directory} has no FSDP checkpoint: expected pytorch_model_fsdp.bin, "
-        "pytorch_model_fsdp_0/, or a pytorch_model_fsdp file of every rank",
-        "give --resume the directory of one checkpoint",
-    )
-
-
-def _find_ranks(directory: Path, name: str) -> list[int]:
-    pattern = re.compile(re.escape(name).replace(r"\{\}", r"(\d+)"))
-    matches = (pattern.fullmatch(path.name) for path in directory.iterdir())
-    return sorted(int(match[1]) for match in matches if match)
-
-
-def _check_ranks(directory: Path, name: str, world: int) -> None:
-    found = _find_ranks(directory, name)
-    missing = [rank for rank in range(max([*found, 0]) + 1) if rank not in found]
-    if missing:
-        _check_exists(directory / name.format(missing[0]))
-    if len(found) != world:
-        raise LayoutError(
-            f"{directory} has {name.format('<r>')} of {len(found)} ranks, and this run has {world}"
-            + (f" ({name.format(len(found))} is missing)" if len(found) < world else "")
-        )
-
-
-def _check_exists(path: Path) -> None:
-    if not path.exists():
-        raise CheckpointError(f"{path} is missing", "copy it from where the run was saved")

@@ -23,6 +23,7 @@ from torch.distributed.checkpoint.state_dict_saver import save as torch_save
 from trainer.core.errors import CheckpointError, LayoutError, TrainingError
 from trainer.core.ranks import Ranks
 
+READ = "read the checkpoint"
 _RESUME_OTHER = "the checkpoint is damaged; resume from another --tag"
 _UNREADABLE = (
     OSError,
@@ -53,12 +54,19 @@ def save(state: dict[str, Any], directory: Path, ranks: Ranks) -> None:
         ) from error
 
 
-def load(state: dict[str, Any], directory: Path) -> None:
-    """Fill the shards of ``state`` from a checkpoint with any sharding. Collective.
+def load(state: dict[str, Any], directory: Path, ranks: Ranks) -> None:
+    """Fill the live state, under ``model`` or ``optimizer``, from any sharding. Collective.
 
     Raises:
-        CheckpointError: a tensor is missing or has another shape.
+        CheckpointError: bytes or tensors are missing, or do not fit this run; LayoutError if only
+            the param groups do not fit.
     """
+    (top,) = state
+    groups = [{*group["params"]} for group in state[top].get("param_groups", ())]
+    names = ranks.all_gather_objects([*state[top]] if top == "model" else [])
+    with ranks.raise_on_all(READ):
+        if ranks.is_first:
+            _check(directory, {f"{top}.{name}" for own in names for name in own}, groups)
     try:
         torch_load(state, storage_reader=FileSystemReader(directory), planner=_DataOnly())
     except (CheckpointException, RuntimeError, ValueError, OSError) as error:
@@ -66,40 +74,39 @@ def load(state: dict[str, Any], directory: Path) -> None:
             f"{directory}: {_get_reason(error)}",
             "resume with the model, --param-groups and --freeze of the run that saved it",
         ) from error
+    with ranks.raise_on_all(READ):
+        saved = [{*group["params"]} for group in state[top].get("param_groups", ())]
+        if not all(map(set.issubset, groups, saved)):
+            raise LayoutError(
+                f"{directory} has param groups of {[*map(len, saved)]} parameters, and this run "
+                f"has groups of {[*map(len, groups)]}",
+                "resume with the --param-groups and --freeze of the run that saved it",
+            )
 
 
-def _list_groups(metadata: Metadata) -> set[str]:
-    """Return the keys after ``optimizer.param_groups``: numbers; in a flat state dict, names."""
-    prefix = "optimizer.param_groups."
-    names = metadata.state_dict_metadata
-    return {name.split(".")[2] for name in names if name.startswith(prefix)}
-
-
-def check(state: dict[str, Any], names: set[str], directory: Path) -> None:
-    """Refuse a directory that lacks bytes, or has tensors that no rank of this run has.
+def _check(directory: Path, names: set[str], groups: list[set[str]]) -> None:
+    """Refuse a directory that lacks bytes, or has what this run does not have.
 
     Args:
-        state: the live state, under ``model`` or ``optimizer``.
-        names: the names of the model's tensors on all ranks, as the directory has them.
         directory: a directory of DCP.
-
-    Raises:
-        CheckpointError: it names what is missing or unknown.
+        names: the names of the model's tensors on all ranks, as the directory has them; or none.
+        groups: the param groups of the run; or none.
     """
     metadata = _read_metadata(directory)
     _check_coverage(metadata, directory)
     _check_files(metadata, directory)
     saved = set(metadata.state_dict_metadata)
-    if "model" in state and (unknown := saved - names):
+    if names and (unknown := saved - names):
         raise CheckpointError(
             f"{directory} has {min(unknown)}, which this run's model does not have",
             "resume with the model of the run that saved it",
         )
-    groups = _list_groups(metadata)
-    grouped = state.get("optimizer", {}).get("param_groups", ())
-    if grouped and groups != {str(number) for number in range(len(grouped))}:
+    # The keys after the prefix are numbers; in a flat state dict, names.
+    prefix = "optimizer.param_groups."
+    numbers = {name.split(".")[2] for name in saved if name.startswith(prefix)}
+    if groups and numbers != {str(number) for number in range(len(groups))}:
         raise LayoutError(
-            f"the number of param groups is {len(groups)} in {directory}, and {len(grouped)} in "
+            f"the number of param groups is {len(numbers)} in {directory}, and {len(groups)} in "
             "this run",
             "resume with the --param-groups of the run that saved it",
         )
