@@ -91,7 +91,7 @@ def _classes(value: Any) -> tuple[str, ...]:
 
 
 _STAGE = _one_of(dict(enumerate(ZERO)))
-_DEVICE = _words("none", "cpu", "nvme")
+_DEVICE = _words("none", "cpu")
 _ZERO, _ADAM, _SCHEDULE = "zero_optimization", "optimizer.params", "scheduler.params"
 _DEEPSPEED: Table = {
     "train_batch_size": ("global_batch", _positive),
@@ -104,9 +104,7 @@ _DEEPSPEED: Table = {
     f"{_ZERO}.sub_group_size": ("sub_group_size", _count),
     f"{_ZERO}.stage3_param_persistence_threshold": ("persistence_threshold", _count),
     f"{_ZERO}.offload_optimizer.device": ("offload_optimizer", _DEVICE),
-    f"{_ZERO}.offload_optimizer.nvme_path": ("nvme_path", _text),
     f"{_ZERO}.offload_param.device": ("offload_param", _DEVICE),
-    f"{_ZERO}.offload_param.nvme_path": ("nvme_path", _text),
     "bf16.enabled": ("", _boolean),
     "fp16.enabled": ("", _boolean),
     "fp16.loss_scale": ("loss_scale", _number),
@@ -153,8 +151,6 @@ _ACCELERATE: Table = {
     "mixed_precision": ("", _off_or(_one_of({"no": "fp32", "fp16": "fp16", "bf16": "bf16"}))),
     "use_cpu": ("", _boolean),
     _JSON: ("", _text),
-    "deepspeed_config.offload_optimizer_nvme_path": ("nvme_path", _text),
-    "deepspeed_config.offload_param_nvme_path": ("nvme_path", _text),
     "deepspeed_config.zero_stage": ("strategy", _STAGE),
     "deepspeed_config.gradient_accumulation_steps": ("accumulation", _positive),
     "deepspeed_config.gradient_clipping": ("clip", _number),
@@ -186,6 +182,7 @@ _ACCELERATE_SPEED = {
     "deepspeed_config.zero3_init_flag",
     "deepspeed_config.deepspeed_multinode_launcher",
     "deepspeed_config.zero3_save_16bit_model",
+    *(f"deepspeed_config.offload_{what}_nvme_path" for what in ("optimizer", "param")),
     *(
         f"fsdp_config.fsdp_{name}"
         for name in "backward_prefetch backward_prefetch_policy forward_prefetch"

@@ -196,12 +196,6 @@ def _check_strategy(settings: Settings) -> None:
             f"zero3, and the strategy is {strategy}",
             "use --strategy zero2, or --offload-optimizer none",
         )
-    offloads = (settings.offload_optimizer, settings.offload_param)
-    if "nvme" in offloads and not settings.nvme_path:
-        raise SettingsError(
-            "offload to nvme needs a directory, and nvme_path is not set",
-            "give --nvme-path DIRECTORY, or offload to cpu",
-        )
     if settings.sharded_files == "rank" and settings.state_dict_type != "sharded":
         raise SettingsError(
             f"--sharded-files rank needs --state-dict-type sharded, not {settings.state_dict_type}",

@@ -81,7 +81,7 @@ def native_moment(engine, key):
             piece = whole[run.start : run.stop]
             if run.rank == engine._optimizer_rank:
                 slot = getattr(engine.shard.states[run.flat], key)
-                piece.copy_(slot.get_range(run.offset, run.offset + run.numel))
+                piece.copy_(slot[run.offset : run.offset + run.numel])
             if partition.world > 1:
                 dist.broadcast(piece, src=run.rank)
         wholes[name] = fp32(whole.view(shape))

@@ -48,7 +48,7 @@ def _hash(engine) -> str:
 def _list_state(engine):
     if hasattr(engine, "shard"):
         for state in engine.shard.states:
-            yield from (state.master.get(), state.exp_avg.get(), state.exp_avg_sq.get(), state.step)
+            yield from (state.master, state.exp_avg, state.exp_avg_sq, state.step)
         return
     for group in engine.optimizer.param_groups:
         for parameter in group["params"]:

@@ -72,15 +72,6 @@ def test_a_resumed_command_ends_as_the_unbroken_one(tmp_path, strategy):
     assert worlds.read_log(tmp_path / "log.jsonl") == worlds.read_log(tmp_path / "whole/log.jsonl")
 
 
-def test_a_resume_offloads_to_the_directory_of_the_run(tmp_path):
-    common = ["--strategy", "zero2", "--offload-optimizer", "nvme", "--seq-len", "16"]
-    place = ["--nvme-path", f"{tmp_path}/disk", "--steps", "1"]
-    worlds.command(1, flags(tmp_path, *common, *place))
-    worlds.command(1, [*flags(tmp_path), "--resume", f"{tmp_path}/run", "--steps", "2"])
-    settings = state.read(tmp_path / "run/global_step2")["settings"]
-    assert settings["nvme_path"] == f"{tmp_path}/disk"
-
-
 TINIEST = {
     "model_type": "llama",
     "vocab_size": 260,

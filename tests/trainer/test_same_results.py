@@ -130,23 +130,15 @@ def test_a_resumed_run_ends_as_the_unbroken_one_from_any_stage_to_any(
 
 OFFLOAD = [
     {"strategy": "zero1", "offload_optimizer": "cpu"},
-    {"strategy": "zero2", "offload_optimizer": "nvme"},
-    {"strategy": "zero3", "offload_optimizer": "nvme", "offload_param": "nvme"},
+    {"strategy": "zero2", "offload_optimizer": "cpu"},
     {"strategy": "zero3", "offload_optimizer": "cpu", "offload_param": "cpu"},
 ]
 
 
 def test_offload_changes_where_things_are_and_nothing_else(trained, tmp_path):
-    nvme = tmp_path / "nvme"
-    jobs = [
-        job(
-            tmp_path, "bf16", **changes, nvme_path=str(nvme) if "nvme" in changes.values() else None
-        )
-        for changes in OFFLOAD
-    ]
+    jobs = [job(tmp_path, "bf16", **changes) for changes in OFFLOAD]
     for run in worlds.train_on(2, jobs)[0]:
         assert run == trained["bf16", "ddp", 1]
-    assert list(nvme.iterdir()) == [], "a run leaves nothing behind"
 
 
 def test_fast_reduction_is_near_but_need_not_be_equal(trained, tmp_path):

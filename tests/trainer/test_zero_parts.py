@@ -17,7 +17,6 @@ from trainer.core.data import Corpus, derive_seed
 from trainer.core.errors import SettingsError, TrainingError
 from trainer.core.model import build_model
 from trainer.core.norm import compute_norm
-from trainer.core.offload import SlotFactory
 from trainer.core.optimizer import apply_adamw, make_hyperparameters
 from trainer.core.partition import partition_each_parameter, partition_groups
 from trainer.core.scaling import LossScaler, make_loss_scaler
@@ -138,26 +137,6 @@ def test_our_adamw_is_torch_optim_adamw():
     saved = theirs.state_dict()["param_groups"][0]
     group = make_hyperparameters(Settings(), 0.1, 1e-3)
     assert set(saved) == {*group, "params"}, "the keys that torch keeps"
-
-
-@pytest.mark.parametrize("place", ["none", "cpu", "nvme"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_slot_keeps_its_tensor_wherever_it_lives(tmp_path, place, dtype):
-    home = SlotFactory(place, torch.device("cpu"), str(tmp_path / "offload"))
-    tensor = torch.arange(10, dtype=dtype)
-    slot = home.make_slot(tensor)
-    tensor.zero_()
-    assert slot.get().tolist() == list(range(10))
-    assert slot.get_range(3, 5).tolist() == [3, 4]
-    slot.put(torch.full((10,), 2, dtype=dtype))
-    assert slot.get_range(9, 10).tolist() == [2]
-    assert home.make_slot(torch.empty(0, dtype=dtype)).get().numel() == 0
-
-
-def test_offload_to_a_place_that_cannot_be_made_is_refused(tmp_path):
-    (tmp_path / "file").write_text("")
-    with pytest.raises(SettingsError, match="nvme_path"):
-        SlotFactory("nvme", torch.device("cpu"), str(tmp_path / "file" / "x"))
 
 
 # Scaling and schedule, against DeepSpeed itself
@@ -290,7 +269,6 @@ def test_the_batch_identity_fills_in_what_is_not_given(chosen, world, expected):
         ),
         ({"strategy": "zero2", "offload_param": "cpu"}, 1, "needs zero3"),
         ({"strategy": "ddp", "offload_optimizer": "cpu"}, 1, "offload_optimizer"),
-        ({"strategy": "zero3", "offload_param": "nvme"}, 1, "nvme-path"),
         ({"precision": "bf16", "grad_dtype": "fp16"}, 1, "use --grad-dtype fp32 or bf16"),
         ({"precision": "fp32", "grad_dtype": "bf16"}, 1, "use --grad-dtype fp32$"),
         ({"tag": "x"}, 1, "there is no --resume"),

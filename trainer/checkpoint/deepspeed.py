@@ -126,10 +126,10 @@ def _map_shared_names(engine: ZeroEngine) -> dict[str, str]:
 def _make_optimizer_states(engine: ZeroEngine, progress: dict[str, Any]) -> dict[str, Any]:
     """Return ``optimizer_state_dict`` of this rank's file."""
     stage, shard = engine.settings.zero_stage, engine.shard
-    masters = [state.master.get() for state in shard.states]
+    masters = [state.master for state in shard.states]
     base = {
         "state": {
-            index: {"step": state.step, **{name: getattr(state, name).get() for name in STATE}}
+            index: {"step": state.step, **{name: getattr(state, name) for name in STATE}}
             for index, state in enumerate(shard.states)
         },
         "param_groups": _make_param_groups(
@@ -236,7 +236,7 @@ def _get_whole(engine: ZeroEngine, name: str, key: str) -> Tensor:
     if not runs:
         return torch.empty(shape)
     slot = getattr(engine.shard.states[runs[0].flat], key)
-    piece: Tensor = slot.get_range(runs[0].offset, runs[0].offset + runs[0].numel)
+    piece: Tensor = slot[runs[0].offset : runs[0].offset + runs[0].numel]
     return piece.view(shape)
 
 

@@ -102,15 +102,15 @@ def _load_rank(engine: ZeroEngine, directory: Path, groups: list[dict[str, Any]]
     content = _load(path)
     files.check_keys(content, path, "optimizer_state_dict")
     states = content["optimizer_state_dict"]
+    keys = ("base_optimizer_state", "single_partition_of_fp32_groups")
     if isinstance(engine, Zero3Engine):
-        cut, keys = partition_each_parameter, ("optimizer_state_dict", "fp32_flat_groups")
-    else:
-        cut, keys = partition_groups, ("base_optimizer_state", "single_partition_of_fp32_groups")
+        keys = ("optimizer_state_dict", "fp32_flat_groups")
     files.check_keys(states, path, *keys)
     base, masters = (states[key] for key in keys)
     if not isinstance(base, dict) or "state" not in base:
         raise LayoutError(f"{path} has an elastic optimizer state")
     shapes = {name: tuple(shape) for group in groups for name, shape in group.items()}
+    cut = partition_each_parameter if isinstance(engine, Zero3Engine) else partition_groups
     partition = cut([list(group) for group in groups], shapes, engine.shard.partition.world)
     slots = [base["state"].get(index, {}) for index in range(len(masters))]
     return _States(partition, masters, slots, states.get("loss_scaler"))
@@ -164,7 +164,7 @@ def _fill_shard(engine: ZeroEngine, path: Path, saved: _States) -> None:
                 target[own.offset : own.offset + own.numel] = source
     for flat, state, tensors in zip(shard.partition.flats, shard.states, filled, strict=True):
         for key, tensor in tensors.items():
-            getattr(state, key).put(tensor)
+            getattr(state, key).copy_(tensor)
         # A rank without elements counts the updates of its padding, too.
         of_first = (
             n for n, each in enumerate(saved.partition.flats) if flat.names[0] in each.names

@@ -35,7 +35,7 @@ NOT_INHERITED = frozenset(
 )
 """Settings of one call of the trainer; a resumed run inherits all others."""
 
-NOT_DECIDING = NOT_INHERITED | {"data", "nvme_path"}
+NOT_DECIDING = NOT_INHERITED | {"data"}
 FORMAT = 1
 _REMEDY = "the file is damaged; resume from another --tag"
 SINCE_FORMAT_1 = frozenset({"async_save"})
@@ -46,7 +46,7 @@ def make_document(
     settings: Settings, progress: Progress, scaler: LossScaler, text: str
 ) -> dict[str, Any]:
     """Return the content of the file."""
-    paths = {"data": settings.data, "model": settings.model, "nvme_path": settings.nvme_path}
+    paths = {"data": settings.data, "model": settings.model}
     absolute = {name: str(Path(p).resolve()) for name, p in paths.items() if p and Path(p).exists()}
     return {
         "format": FORMAT,

@@ -29,7 +29,6 @@ settings          every setting that training depends on
 model_config      the configuration of the model
 schedule          the learning rate of each step
 scaling           the loss scale of fp16
-offload           shards in host memory or on disk
 fsdp_units        which modules FSDP shards together, and the mesh of the ranks
 timer, errors     seconds by activity; what can go wrong, with its exit code
 

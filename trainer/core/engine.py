@@ -1,4 +1,4 @@
-"""What the loop needs from an engine, and the step that all engines of our own share.
+"""What the loop needs from an engine, and the step that all engines share.
 
 An engine is a model, its optimizer, and how both are distributed over the ranks. Per micro batch
 the loop calls ``run_microbatch``; after the last one it calls ``step``::
@@ -13,13 +13,12 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 from torch import Tensor, nn
 
 from trainer.core.ranks import Ranks
-from trainer.core.scaling import LossScaler, make_loss_scaler
+from trainer.core.scaling import make_loss_scaler
 from trainer.core.settings import CoreSettings
 from trainer.core.timer import Timer
 
@@ -49,16 +48,27 @@ class ModelState:
     """Sums that the canonical reduction keeps beside whole gradients."""
 
 
-class Engine(Protocol):
+class Engine(ABC):
     """A model and its optimizer on several ranks.
 
     Every method is collective: all ranks call it, in the same order.
+
+    Attributes:
+        scaler: the loss scale of the next backward pass; ``step`` updates it, and checkpoints hold
+            it.
+        timer: seconds that the engine spends on each activity.
     """
 
-    scaler: LossScaler
-    """The loss scale of the next backward pass; ``step`` updates it, and checkpoints hold it."""
-    timer: Timer
-    """Seconds that the engine spends on each activity."""
+    model: nn.Module
+
+    def __init__(self, settings: CoreSettings, ranks: Ranks) -> None:
+        self.settings = settings
+        self.ranks = ranks
+        self.timer = Timer(synchronize=ranks.device.type == "cuda")
+        self.scaler = make_loss_scaler(settings)
+        self.active_ranks = ranks.world
+
+    # What the loop calls
 
     def run_microbatch(self, tokens: Tensor, *, active_ranks: int, last: bool) -> Tensor:
         """Run forward and backward on ``tokens`` (micro_batch, seq_len); add to the gradients.
@@ -72,39 +82,46 @@ class Engine(Protocol):
         Returns:
             The mean loss of these tokens, a float32 scalar, detached.
         """
-        ...
+        self.active_ranks = active_ranks  # gradients are added during the backward pass
+        with self.timer("forward"):
+            loss: Tensor = self.model(input_ids=tokens, labels=tokens).loss
+        with self.timer("backward"):
+            (loss.float() * self.scaler.scale).backward()
+            self._reduce_gradients(last=last)
+        return loss.detach().float()
 
     def step(self, lr: float) -> Update:
         """Average the gradients over the step's micro batches, clip, update, and clear them."""
-        ...
+        with self.timer("step"), torch.no_grad():
+            gradients = self._collect_gradients()
+            divisor = self.scaler.scale * self._summed_microbatches
+            average = self._compute_norm(gradients) / divisor
+            finite = math.isfinite(average)
+            if finite:
+                clip = self.settings.clip
+                # DeepSpeed's formula (0.19.8 runtime/zero/stage_1_and_2.py).
+                excess = max(1.0, (average + 1e-6) / clip) if clip else 1.0
+                self._update_weights(gradients, 1.0 / (divisor * excess), lr)
+            self.scaler.update(overflow=not finite)
+        self.discard_gradients()
+        return Update(average, skipped=not finite)
 
+    @abstractmethod
     def discard_gradients(self) -> None:
-        """Clear the gradients of a step that is skipped because of its loss."""
-        ...
+        """Clear the gradients, also of a step that is skipped because of its loss."""
 
+    @abstractmethod
     def parameters(self) -> Iterator[tuple[str, Tensor]]:
         """Yield full (fqn, tensor on the CPU) in model order, ties once; fp32 masters if any.
 
         A tensor is valid until the next one is requested. All ranks must iterate to the end.
         """
-        ...
 
+    @abstractmethod
     def measure_state(self) -> ModelState:
         """Return the bytes of model state on this rank, measured from the tensors that exist."""
-        ...
 
-
-class NativeEngine(ABC):
-    """Loss scaling, averaging and clipping, the same for ZeRO and for FSDP."""
-
-    model: nn.Module
-
-    def __init__(self, settings: CoreSettings, ranks: Ranks) -> None:
-        self.settings = settings
-        self.ranks = ranks
-        self.timer = Timer(synchronize=ranks.device.type == "cuda")
-        self.scaler = make_loss_scaler(settings)
-        self.active_ranks = ranks.world
+    # What differs between engines
 
     @abstractmethod
     def _reduce_gradients(self, *, last: bool) -> None:
@@ -126,36 +143,6 @@ class NativeEngine(ABC):
     @abstractmethod
     def _update_weights(self, gradients: list[Tensor], scale: float, lr: float) -> None:
         """Change the weights by the sums times ``scale``; the sums may be overwritten."""
-
-    @abstractmethod
-    def discard_gradients(self) -> None:
-        """See Engine."""
-
-    def run_microbatch(self, tokens: Tensor, *, active_ranks: int, last: bool) -> Tensor:
-        """Run forward and backward, see Engine."""
-        self.active_ranks = active_ranks  # gradients are added during the backward pass
-        with self.timer("forward"):
-            loss: Tensor = self.model(input_ids=tokens, labels=tokens).loss
-        with self.timer("backward"):
-            (loss.float() * self.scaler.scale).backward()
-            self._reduce_gradients(last=last)
-        return loss.detach().float()
-
-    def step(self, lr: float) -> Update:
-        """Average, clip and update, see Engine."""
-        with self.timer("step"), torch.no_grad():
-            gradients = self._collect_gradients()
-            divisor = self.scaler.scale * self._summed_microbatches
-            average = self._compute_norm(gradients) / divisor
-            finite = math.isfinite(average)
-            if finite:
-                clip = self.settings.clip
-                # DeepSpeed's formula (0.19.8 runtime/zero/stage_1_and_2.py).
-                excess = max(1.0, (average + 1e-6) / clip) if clip else 1.0
-                self._update_weights(gradients, 1.0 / (divisor * excess), lr)
-            self.scaler.update(overflow=not finite)
-        self.discard_gradients()
-        return Update(average, skipped=not finite)
 
 
 def count_storage_bytes(tensors: Iterable[Tensor]) -> int:

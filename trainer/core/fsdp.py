@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
-from trainer.core.engine import ModelState, NativeEngine, count_storage_bytes
+from trainer.core.engine import Engine, ModelState, count_storage_bytes
 from trainer.core.fsdp_reduce import UnitSums
 from trainer.core.fsdp_units import (
     broadcast_weights,
@@ -41,7 +41,7 @@ from trainer.core.ranks import Ranks
 from trainer.core.settings import CoreSettings
 
 
-class ShardedEngine(NativeEngine):
+class ShardedEngine(Engine):
     """A model that FSDP shards, and an AdamW over the shards."""
 
     def __init__(self, settings: CoreSettings, ranks: Ranks) -> None:
@@ -93,10 +93,6 @@ class ShardedEngine(NativeEngine):
     @abstractmethod
     def _live_tensors(self) -> Iterator[Tensor]:
         """Yield every tensor that holds parameters, whether shards or gathered."""
-
-    @abstractmethod
-    def parameters(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield full parameters, see Engine."""
 
     # The step
 

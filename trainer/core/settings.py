@@ -100,12 +100,9 @@ class CoreSettings:
     sub_group_size: int = declare(1_000_000_000, "ZeRO 3: elements that are updated at a time")
     persistence_threshold: int = declare(0, "ZeRO 3: parameters with fewer elements stay gathered")
     offload_optimizer: str = declare(
-        "none", "ZeRO: where masters and moments are kept", "none", "cpu", "nvme"
+        "none", "ZeRO: where masters and moments are kept", "none", "cpu"
     )
-    offload_param: str = declare(
-        "none", "ZeRO 3: where parameter shards are kept", "none", "cpu", "nvme"
-    )
-    nvme_path: str | None = declare(None, "directory for nvme offload")
+    offload_param: str = declare("none", "ZeRO 3: where parameter shards are kept", "none", "cpu")
 
     # FSDP, with the options of Accelerate
     fsdp_sharding_strategy: str = declare(

@@ -13,7 +13,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from trainer.core.offload import Slot, SlotFactory
 from trainer.core.optimizer import ParamGroup, apply_adamw
 from trainer.core.partition import Partition
 from trainer.core.settings import CoreSettings
@@ -25,16 +24,11 @@ STATE = ("exp_avg", "exp_avg_sq")
 class FlatState:
     """The fp32 master and moments of one flat tensor, each of ``Flat.numel`` elements."""
 
-    master: Slot
-    exp_avg: Slot
-    exp_avg_sq: Slot
+    master: Tensor
+    exp_avg: Tensor
+    exp_avg_sq: Tensor
     step: Tensor
     """0-d float32, the number of updates."""
-
-    @property
-    def slots(self) -> tuple[Slot, Slot, Slot]:
-        """The slots of master, exp_avg and exp_avg_sq."""
-        return self.master, self.exp_avg, self.exp_avg_sq
 
 
 class OptimizerShard:
@@ -45,7 +39,7 @@ class OptimizerShard:
         rank: this rank's number in the partition.
         groups: the param groups, for their weight decay.
         settings: AdamW's hyper-parameters.
-        offload: where masters and moments are kept between steps.
+        device: where masters and moments are, and where they are updated.
         get_initial: name -> full float32 parameter, the first master.
     """
 
@@ -55,7 +49,7 @@ class OptimizerShard:
         rank: int,
         groups: list[ParamGroup],
         settings: CoreSettings,
-        offload: SlotFactory,
+        device: torch.device,
         get_initial: Callable[[str], Tensor],
     ) -> None:
         self.partition = partition
@@ -63,20 +57,13 @@ class OptimizerShard:
         self.states: list[FlatState] = []
         self._groups = groups
         self._settings = settings
-        masters = [torch.zeros(flat.numel) for flat in partition.flats]
+        masters = [torch.zeros(flat.numel, device=device) for flat in partition.flats]
         for run in partition.runs_of_rank(rank):
             piece = get_initial(run.name).reshape(-1)[run.start : run.stop]
             masters[run.flat][run.offset : run.offset + run.numel] = piece
         for master in masters:
-            zeros = torch.zeros_like(master)
-            self.states.append(
-                FlatState(
-                    master=offload.make_slot(master),
-                    exp_avg=offload.make_slot(zeros),
-                    exp_avg_sq=offload.make_slot(zeros),
-                    step=torch.zeros(()),
-                )
-            )
+            first, second = torch.zeros_like(master), torch.zeros_like(master)
+            self.states.append(FlatState(master, first, second, step=torch.zeros(())))
 
     def update(self, gradients: list[Tensor], scale: float, lr: float) -> None:
         """Apply one AdamW step to every flat tensor.
@@ -87,15 +74,11 @@ class OptimizerShard:
             lr: the learning rate.
         """
         for index, (flat, state) in enumerate(zip(self.partition.flats, self.states, strict=True)):
-            master, first, second = values = [slot.get() for slot in state.slots]
-            gradient = gradients[index].to(master.device, torch.float32).mul_(scale)
+            gradient = gradients[index].to(state.master.device, torch.float32).mul_(scale)
             decay = self._groups[flat.group].weight_decay
-            settings = self._settings
-            apply_adamw(master, gradient, (first, second), state.step, settings, decay, lr)
-            for slot, value in zip(state.slots, values, strict=True):
-                slot.put(value)
+            moments = state.exp_avg, state.exp_avg_sq
+            apply_adamw(state.master, gradient, moments, state.step, self._settings, decay, lr)
 
-    @property
-    def resident_bytes(self) -> int:
-        """Bytes in memory between steps."""
-        return sum(slot.resident_bytes for state in self.states for slot in state.slots)
+    def list_tensors(self) -> list[Tensor]:
+        """Return the masters and moments of all flat tensors."""
+        return [t for state in self.states for t in (state.master, state.exp_avg, state.exp_avg_sq)]

@@ -20,7 +20,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from trainer.core.offload import SlotFactory
 from trainer.core.ranks import Ranks
 from trainer.core.timer import Timer
 
@@ -42,7 +41,7 @@ class Unit:
     Args:
         parameters: (fqn, parameter) with full values; released on return.
         ranks: all ranks of the run.
-        offload: where the shard is kept.
+        device: where the shard is kept.
         timer: counts "gather".
     """
 
@@ -50,7 +49,7 @@ class Unit:
         self,
         parameters: Iterable[tuple[str, nn.Parameter]],
         ranks: Ranks,
-        offload: SlotFactory,
+        device: torch.device,
         timer: Timer,
     ) -> None:
         self.members: list[Member] = []
@@ -69,7 +68,7 @@ class Unit:
         self.trainable = [m.parameter for m in self.members if m.parameter.requires_grad]
         self.frozen = [m.parameter for m in self.members if not m.parameter.requires_grad]
         self._numel = offset
-        self._shard = offload.make_slot(torch.cat(pieces))
+        self._shard = torch.cat(pieces).to(device)
         self.release()
 
     def gather(self) -> None:
@@ -78,7 +77,7 @@ class Unit:
             return
         with self._timer("gather"), torch.no_grad():
             world = self._ranks.world
-            shard = self._shard.get().to(self._ranks.device)
+            shard = self._shard.to(self._ranks.device)
             rows = shard.new_empty(world * self._numel)
             self._ranks.all_gather(rows, shard)
             rows = rows.view(world, self._numel)
@@ -98,24 +97,20 @@ class Unit:
 
     def update(self, values: dict[str, Tensor]) -> None:
         """Set this rank's pieces (without padding) of the parameters that ``values`` names."""
-        changed = [member for member in self.members if member.name in values]
-        if not changed:
-            return
-        shard = self._shard.get()
-        for member in changed:
-            new = values[member.name]
-            shard[member.offset : member.offset + new.numel()].copy_(new)
-        self._shard.put(shard)
+        for member in self.members:
+            if member.name in values:
+                new = values[member.name]
+                self._shard[member.offset : member.offset + new.numel()].copy_(new)
 
     def get_piece(self, member: Member) -> Tensor:
         """Return this rank's piece of a parameter, padding included."""
-        return self._shard.get_range(member.offset, member.offset + member.piece)
+        return self._shard[member.offset : member.offset + member.piece]
 
     @property
     def resident_bytes(self) -> int:
         """Bytes in memory, with what is gathered now."""
         whole = sum(member.parameter.data.untyped_storage().nbytes() for member in self.members)
-        return self._shard.resident_bytes + whole
+        return self._shard.untyped_storage().nbytes() + whole
 
 
 def _copy_own_piece(whole: Tensor, rank: int, piece: int) -> Tensor:

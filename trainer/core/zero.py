@@ -23,10 +23,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from trainer.core.engine import DTYPES, ModelState, NativeEngine, count_storage_bytes
+from trainer.core.engine import DTYPES, Engine, ModelState, count_storage_bytes
 from trainer.core.model import build_model
 from trainer.core.norm import compute_norm
-from trainer.core.offload import SlotFactory
 from trainer.core.optimizer import list_trainable, make_param_groups
 from trainer.core.partition import Partition, Shapes
 from trainer.core.ranks import Ranks
@@ -35,7 +34,7 @@ from trainer.core.settings import CoreSettings
 from trainer.core.shard import OptimizerShard
 
 
-class ZeroEngine(NativeEngine):
+class ZeroEngine(Engine):
     """A 16-bit (or fp32) model whose fp32 masters and moments are partitioned over the ranks."""
 
     def __init__(self, settings: CoreSettings, ranks: Ranks) -> None:
@@ -51,7 +50,7 @@ class ZeroEngine(NativeEngine):
             self._optimizer_rank,
             self.groups,
             settings,
-            SlotFactory(settings.offload_optimizer, ranks.device, settings.nvme_path),
+            torch.device("cpu") if settings.offload_optimizer == "cpu" else ranks.device,
             lambda name: self.trainable[name].detach(),
         )
         for parameter in self.model.parameters():
@@ -109,7 +108,7 @@ class ZeroEngine(NativeEngine):
         """Make the parameters equal to the masters, after an update or a resume. Collective."""
         with torch.no_grad():
             for index, state in enumerate(self.shard.states):
-                self._write_parameters(index, state.master.get())
+                self._write_parameters(index, state.master)
             self._exchange_parameters()
 
     # The Engine protocol
@@ -132,7 +131,7 @@ class ZeroEngine(NativeEngine):
                 piece = whole[run.start : run.stop]
                 if run.rank == self._optimizer_rank:
                     master = self.shard.states[run.flat].master
-                    piece.copy_(master.get_range(run.offset, run.offset + run.numel))
+                    piece.copy_(master[run.offset : run.offset + run.numel])
                 if partition.world > 1:
                     dist.broadcast(piece, src=run.rank)
             yield name, whole.view(parameter.shape).cpu()
@@ -147,7 +146,7 @@ class ZeroEngine(NativeEngine):
         return ModelState(
             parameters=self._count_parameter_bytes(),
             gradients=self._count_gradient_bytes(),
-            optimizer=self.shard.resident_bytes,
+            optimizer=count_storage_bytes(self.shard.list_tensors()),
             accumulators=self._count_accumulator_bytes(),
         )
 

@@ -16,11 +16,11 @@ from collections import Counter
 from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from trainer.core.model import find_layer_classes
-from trainer.core.offload import SlotFactory
 from trainer.core.partition import Partition, Shapes, partition_each_parameter
 from trainer.core.ranks import Ranks
 from trainer.core.settings import CoreSettings
@@ -38,7 +38,9 @@ class Zero3Engine(ZeroEngine):
 
     def __init__(self, settings: CoreSettings, ranks: Ranks) -> None:
         super().__init__(settings, ranks)
-        self._offload = SlotFactory(settings.offload_param, ranks.device, settings.nvme_path)
+        self._shard_device = (
+            torch.device("cpu") if settings.offload_param == "cpu" else ranks.device
+        )
         self._backward = False
         self._gradients_done: Counter[Unit] = Counter()
         self.units: list[Unit] = []
@@ -60,7 +62,7 @@ class Zero3Engine(ZeroEngine):
             self._persistent.gather()
 
     def _make_unit(self, parameters: list[tuple[str, nn.Parameter]]) -> Unit:
-        unit = Unit(parameters, self.ranks, self._offload, self.timer)
+        unit = Unit(parameters, self.ranks, self._shard_device, self.timer)
         for parameter in unit.trainable:
             parameter.register_post_accumulate_grad_hook(partial(self._after_gradient, unit))
         self.units.append(unit)
