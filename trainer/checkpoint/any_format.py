@@ -103,7 +103,14 @@ def _make_options(checkpoint: Path, settings: Settings, model: nn.Module) -> Ite
     whatever those of the source were.
     """
     from reshard.commands.split.options import SplitOptions
+    from reshard.training import trainer_run
 
+    document = state.read(checkpoint)
+    wrap = None
+    is_flat = (settings.strategy, settings.state_dict_type) == ("fsdp", "local")
+    if is_flat and (checkpoint / "pytorch_model_fsdp_rank0.bin").exists():
+        # Of flat parameters that `reshard split` wrote for this run, only the run knows the units.
+        wrap = trainer_run.TrainerRun({"settings": dataclasses.asdict(settings)}).wrap
     chosen: dict[str, Any] = {"world_size": settings.nproc}
     if settings.layout == "FSDP":
         chosen |= {"to": "fsdp", "state_dict_type": "sharded", "dtype": "fp32"}
@@ -119,9 +126,9 @@ def _make_options(checkpoint: Path, settings: Settings, model: nn.Module) -> Ite
             groups.write_text(json.dumps(_list_param_groups(settings, model)))
             if settings.freeze:  # which a configuration does not state
                 chosen |= {"model": f"{__name__}:get_model"}
-            elif state.read(checkpoint) is None:  # ours have a configuration, and the same names
+            elif document is None or wrap:  # ours have a configuration, and the same names
                 load_model_config(settings).to_json_file(config, use_diff=False)
-                chosen |= {"model": str(config), "names": "module"}
+                chosen |= {"model": str(config), "names": "module", "wrap": wrap}
             yield SplitOptions(param_groups=groups, **chosen)
     finally:
         _models.pop()

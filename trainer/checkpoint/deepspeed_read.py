@@ -125,10 +125,9 @@ def _get_stage_0(engine: ZeroEngine, path: Path, model: dict[str, Any]) -> _Stat
         masters = [tensor for group in saved["fp32_groups"] for tensor in group]
     else:
         masters = [model["module"].get(name) for name in names]
-    if len(masters) != len(names) or len(base["state"]) not in (0, len(names)):
-        raise LayoutError(
-            f"{path} has {len(masters)} trained parameters, and this run {len(names)}"
-        )
+    sizes = [len(group["params"]) for group in base["param_groups"]]
+    if sizes != [len(group.names) for group in engine.groups] or len(masters) != len(names):
+        raise LayoutError(f"{path} has param groups of {sizes} parameters, unlike this run")
     shapes = {n: tuple(getattr(t, "shape", ())) for n, t in zip(names, masters, strict=True)}
     partition = partition_each_parameter([[name] for name in names], shapes, 1)
     slots = [base["state"].get(index, {}) for index in range(len(masters))]
@@ -166,10 +165,9 @@ def _fill_shard(engine: ZeroEngine, path: Path, saved: _States) -> None:
         for key, tensor in tensors.items():
             getattr(state, key).copy_(tensor)
         # A rank without elements counts the updates of its padding, too.
-        of_first = (
-            n for n, each in enumerate(saved.partition.flats) if flat.names[0] in each.names
-        )
-        state.step.fill_(float(saved.slots[next(of_first)].get("step", 0)))
+        flats = enumerate(saved.partition.flats)
+        number = next(index for index, each in flats if flat.names[0] in each.names)
+        state.step.fill_(float(saved.slots[number].get("step", 0)))
     foreign.restore_scaler(engine.scaler, saved.scaler)
 
 
