@@ -14,6 +14,6 @@ choices, config_files             where a value comes from; ds_config.json, acce
 cli, launch, session              flags; one process becomes N; one run on one rank
 process_group, environment        join the other ranks; what the launcher has set
 cores                             CPU cores of the threads of gloo
-log, memory, tokenizer            a line per step; bytes by stage; tokens are bytes
+log, tokenizer                    a line per step; tokens are bytes
 ================================  ================================================================
 """

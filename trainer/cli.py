@@ -20,7 +20,7 @@ from click.core import ParameterSource
 from trainer import environment, launch
 from trainer.choices import Choices
 from trainer.core.errors import SettingsError, TrainerError, explain_permissions
-from trainer.resolve import list_ineffective, resolve
+from trainer.resolve import resolve
 from trainer.settings import AUTO, Settings
 
 # The headings of the help, by the first field under each, in the order of the fields
@@ -136,11 +136,6 @@ _ACTIONS = [
         ["--print-config"], is_flag=True, help="print the resolved settings as JSON, and exit"
     ),
     click.Option(
-        ["--report-memory"],
-        is_flag=True,
-        help="print the memory of each ZeRO stage, predicted and measured, and exit",
-    ),
-    click.Option(
         ["--version"],
         is_flag=True,
         is_eager=True,
@@ -204,7 +199,6 @@ def _start(
     deepspeed: Path | None,
     accelerate: Path | None,
     print_config: bool,
-    report_memory: bool,
     **flags: Any,
 ) -> None:
     """Resolve the settings, then train in this process or on new ranks."""
@@ -222,11 +216,7 @@ def _start(
         from trainer.config_files import read_accelerate
 
         read_accelerate(accelerate, choices, world=world)
-    if report_memory:  # the prediction is for gradients as wide as the parameters
-        precision = choices.values.get("precision", Settings.precision)
-        choices.assume("grad_dtype", precision, "--report-memory")
     settings = _resolve_settings(choices, world)
-    _note_ineffective(choices, settings)
     if choices.notes and environment.is_first_rank():
         click.echo(f"note: {choices.notes}", err=True)
     if print_config:
@@ -234,15 +224,7 @@ def _start(
             shown = {**dataclasses.asdict(settings), "origins": choices.origins}
             click.echo(json.dumps(shown, indent=2))
         return
-    ctx.exit(launch.start(settings, "memory.report" if report_memory else "session.run"))
-
-
-def _note_ineffective(choices: Choices, settings: Settings) -> None:
-    """Add a note for each setting that was chosen and has no effect in this run."""
-    for name, why in list_ineffective(settings).items():
-        stated = choices.stated(name)
-        if stated:
-            choices.note(f"no effect because the {why}", stated.origin)
+    ctx.exit(launch.start(settings))
 
 
 def _inherit_settings(choices: Choices) -> None:

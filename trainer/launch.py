@@ -7,7 +7,6 @@ that knows why a run ended prints one message, and the other ranks are stopped.
 from __future__ import annotations
 
 import contextlib
-import importlib
 import logging
 import multiprocessing
 import os
@@ -40,12 +39,8 @@ _LOST_RANK = re.compile(
 )
 
 
-def start(settings: Settings, task: str) -> int:
-    """Run ``task`` on every rank: in this process if it is a rank, else on ranks started now.
-
-    Args:
-        settings: the settings of the run.
-        task: "module.function" in ``trainer``; the function gets settings and ranks.
+def start(settings: Settings) -> int:
+    """Train on every rank: in this process if it is a rank, else on ranks started now.
 
     Returns:
         The exit code.
@@ -54,18 +49,17 @@ def start(settings: Settings, task: str) -> int:
         TrainerError: the only rank failed.
     """
     if settings.nproc > 1 and read_launcher_world_size() is None:
-        return _start_ranks(settings, task)
+        return _start_ranks(settings)
     if "TORCHELASTIC_RUN_ID" in os.environ:  # our own launcher and torchrun set it
         threading.Thread(target=_exit_with_starter, args=(os.getppid(),), daemon=True).start()
     with contextlib.ExitStack() as stack:
         try:
+            from trainer import session
             from trainer.process_group import join_process_group
 
-            module, _, function = task.partition(".")
-            run = getattr(importlib.import_module(f"trainer.{module}"), function)
             group = join_process_group(settings.device, settings.timeout, settings.threads)
             with explain_permissions():
-                run(settings, stack.enter_context(group))
+                session.run(settings, stack.enter_context(group))
         except Exception as error:
             if settings.nproc > 1:
                 _report_and_exit(error, int(os.environ["RANK"]))
@@ -89,14 +83,13 @@ def _exit_with_starter(parent: int) -> None:
     os._exit(1)
 
 
-def _run_rank(settings: Settings, task: str) -> None:
-    """Run ``task`` as one of the ranks that `_start_ranks` starts."""
+def _run_rank(settings: Settings) -> None:
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # the starter reports the interrupt
-    start(settings, task)
+    start(settings)
     sys.stdout.flush()
 
 
-def _start_ranks(settings: Settings, task: str) -> int:
+def _start_ranks(settings: Settings) -> int:
     """Start the ranks, wait for them, and return the exit code."""
     os.environ["OMP_NUM_THREADS"] = str(settings.threads)
     multiprocessing.set_forkserver_preload(_PRELOAD)
@@ -124,7 +117,7 @@ def _start_ranks(settings: Settings, task: str) -> int:
         logs_specs=DefaultLogsSpecs(log_dir=os.devnull),
     )
     try:
-        elastic_launch(config, _run_rank)(settings, task)
+        elastic_launch(config, _run_rank)(settings)
     except ChildFailedError as failed:
         return _report_failures(failed.failures)
     except SignalException as stopped:

@@ -8,7 +8,7 @@ import re
 from typing import Any
 
 from trainer.core.errors import SettingsError
-from trainer.core.settings import FSDP, ZERO
+from trainer.core.settings import ZERO
 from trainer.settings import AUTO, Settings, get_default_reduction, supports_canonical
 
 
@@ -95,34 +95,6 @@ def _derive_defaults(settings: Settings) -> dict[str, Any]:
         "schedule_steps": settings.schedule_steps or settings.steps,
     }
 
-
-def list_ineffective(settings: Settings) -> dict[str, str]:
-    """Return setting -> the reason why it changes nothing in this run."""
-    fsdp = settings.strategy in FSDP
-    conditions = [
-        (settings.precision == "fp16", f"precision is {settings.precision}", _FP16_ONLY),
-        (fsdp, f"strategy is {settings.strategy}", _FSDP_ONLY),
-        (settings.layout == "FSDP", f"strategy is {settings.strategy}", _FSDP_FILES),
-        (settings.strategy == "zero2", f"strategy is {settings.strategy}", ("reduce_bucket_size",)),
-        (settings.strategy == "zero3", f"strategy is {settings.strategy}", _ZERO_3_ONLY),
-        (settings.schedule != "constant", "schedule is constant", _SCHEDULE_ONLY),
-    ]
-    return {name: why for holds, why, names in conditions if not holds for name in names}
-
-
-_FP16_ONLY = (
-    "loss_scale",
-    "initial_scale_power",
-    "loss_scale_window",
-    "hysteresis",
-    "min_loss_scale",
-)
-_FSDP_ONLY = tuple(
-    field.name for field in dataclasses.fields(Settings) if field.name.startswith("fsdp_")
-)
-_FSDP_FILES = ("state_dict_type", "sharded_files")
-_ZERO_3_ONLY = ("sub_group_size", "persistence_threshold")
-_SCHEDULE_ONLY = ("warmup_steps", "warmup_min_lr", "warmup_type", "schedule_steps")
 
 # Lowest and highest value of each number; others are refused.
 _BOUNDS = {

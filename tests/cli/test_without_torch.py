@@ -128,7 +128,7 @@ def test_a_tensor_without_torch_is_an_error_of_reshard(run):
 
 def test_the_trainer_names_what_it_needs(tmp_path):
     code = BLOCKED.replace("reshard.cli", "trainer.cli").replace("main()", "sys.exit(main())")
-    command = [sys.executable, "-c", code, "--nproc", "2", "--report-memory"]
+    command = [sys.executable, "-c", code, "--nproc", "2"]
     done = subprocess.run(command, cwd=tmp_path, check=False, capture_output=True, text=True)
     assert done.returncode == 2
     assert "torch is not installed\n  -> pip install torch" in done.stderr

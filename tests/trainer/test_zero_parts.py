@@ -21,7 +21,7 @@ from trainer.core.optimizer import apply_adamw, make_hyperparameters
 from trainer.core.partition import partition_each_parameter, partition_groups
 from trainer.core.scaling import LossScaler, make_loss_scaler
 from trainer.core.schedule import compute_learning_rate
-from trainer.resolve import list_ineffective, resolve
+from trainer.resolve import resolve
 from trainer.settings import Settings
 
 SHAPES = st.lists(
@@ -303,14 +303,6 @@ def test_settings_say_what_they_mean():
 def test_numbers_that_cannot_be_are_refused(chosen, message):
     with pytest.raises(SettingsError, match=message):
         resolve(chosen, 1)
-
-
-def test_settings_that_change_nothing_are_known():
-    idle = list_ineffective(Settings(precision="bf16", strategy="zero2"))
-    assert idle["loss_scale"] == "precision is bf16"
-    assert idle["fsdp_sharding_strategy"] == "strategy is zero2"
-    assert "reduce_bucket_size" not in idle
-    assert set(idle) <= {field.name for field in dataclasses.fields(Settings)}
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,6 @@ directory       the run directory: ``<tag>/`` for each checkpoint, and ``latest`
 state           ``trainer_state.json``
 files           write to disk and flush, read without running code
 any_format      read any other checkpoint, through reshard
-stamps          what each file records about its save
 deepspeed       write DeepSpeed's directory
 deepspeed_read  read DeepSpeed's directory of the same stage and ranks
 fsdp            write FSDP checkpoints in four forms, read one of them

@@ -12,20 +12,19 @@ from typing import Any
 
 import torch
 
-from trainer.checkpoint import stamps
 from trainer.core.errors import CheckpointError
 
 _PROBE = 1 << 20
 
 
 def save(value: Any, path: Path, *, pickle_module: Any = pickle) -> None:
-    """Save with ``torch.save`` and the stamp of the save, then flush to the disk.
+    """Save with ``torch.save``, then flush to the disk.
 
     torch opens the file itself, because it then names the archive in it after the file.
     """
     path.touch()
     try:
-        torch.save(stamps.add_stamp(value, path.name), path, pickle_module=pickle_module)
+        torch.save(value, path, pickle_module=pickle_module)
     except RuntimeError:
         _check_writable(path)
         raise
@@ -48,9 +47,7 @@ def load(path: Path) -> Any:
     """
     try:
         mmap = zipfile.is_zipfile(path)
-        return stamps.remove_stamp(
-            torch.load(path, map_location="cpu", weights_only=True, mmap=mmap)
-        )
+        return torch.load(path, map_location="cpu", weights_only=True, mmap=mmap)
     except FileNotFoundError as error:
         raise CheckpointError(
             f"{path} is missing", "copy it from where the run was saved", one_rank=True

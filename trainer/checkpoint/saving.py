@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from trainer import tokenizer
-from trainer.checkpoint import any_format, directory, files, stamps, state
+from trainer.checkpoint import any_format, directory, files, state
 from trainer.checkpoint.contents import Content, write_all
 from trainer.checkpoint.directory import RunDirectory
 from trainer.core.engine import Engine
@@ -105,9 +105,7 @@ def _write(run: RunDirectory, settings: Settings, ranks: Ranks, unwritten: Unwri
         if ranks.is_first:
             run.prepare(step)
     partial = run.partial_path(step)
-    save_id = ranks.broadcast_object(stamps.make_save_id(state.select_deciding(document)))
-    with stamps.stamp_files(stamps.Stamp(save_id, ranks.rank, ranks.world, step)):
-        write_all(partial, unwritten.contents, ranks)
+    write_all(partial, unwritten.contents, ranks)
     with ranks.raise_on_all("write its part of the checkpoint"):
         if ranks.is_first:
             load_model_config(settings).save_pretrained(partial)

@@ -35,7 +35,6 @@ NOT_INHERITED = frozenset(
 )
 """Settings of one call of the trainer; a resumed run inherits all others."""
 
-NOT_DECIDING = NOT_INHERITED | {"data"}
 FORMAT = 1
 _REMEDY = "the file is damaged; resume from another --tag"
 SINCE_FORMAT_1 = frozenset({"async_save"})
@@ -56,13 +55,6 @@ def make_document(
         "settings": {**dataclasses.asdict(settings), **absolute},
         "text": text,
     }
-
-
-def select_deciding(document: dict[str, Any]) -> dict[str, Any]:
-    """Return what determines the content of a checkpoint: neither paths nor options of the call."""
-    settings = document["settings"].items()
-    kept = {name: value for name, value in settings if name not in NOT_DECIDING}
-    return {**document, "settings": kept}
 
 
 def read(checkpoint: Path) -> dict[str, Any] | None:
