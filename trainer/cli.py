@@ -6,13 +6,12 @@ checkpoint is missing, incomplete or has another shape; 130 and 143 interrupted 
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import click
 from click.core import ParameterSource
@@ -22,22 +21,6 @@ from trainer.choices import Choices
 from trainer.core.errors import SettingsError, TrainerError, explain_permissions
 from trainer.resolve import resolve
 from trainer.settings import AUTO, Settings
-
-# The headings of the help, by the first field under each, in the order of the fields
-_HEADINGS = {
-    "steps": "The run",
-    "model": "The model and its samples",
-    "micro_batch": "Batches (global batch = micro batch x accumulation x ranks)",
-    "lr": "The optimizer",
-    "precision": "Precision",
-    "strategy": "How the model is distributed over the ranks",
-    "fsdp_sharding_strategy": "FSDP, with the options of Accelerate",
-    "nproc": "The ranks, and the text",
-    "save": "Checkpoints",
-    "log": "Output",
-}
-_OTHER_SOURCES = "Configuration files and other actions"
-
 
 _FLAGS = {"log": "--step-log"}
 """Flags that are not named like their setting: torchrun takes --log for its own --log-dir."""
@@ -49,46 +32,6 @@ def name_flag(setting: str) -> str:
     return _FLAGS.get(setting, "--" + setting.replace("_", "-"))
 
 
-def _parse_integer(value: Any) -> int:
-    """Parse a whole number; 5e8 is one."""
-    for parse in (int, float):
-        with contextlib.suppress(ValueError, OverflowError):
-            if parse(value) == int(parse(value)):
-                return int(parse(value))
-    raise click.BadParameter(f"{value!r} is not a whole number")
-
-
-if TYPE_CHECKING:  # Choice is generic since click 8.2
-    _StrChoice = click.Choice[str]
-else:
-    _StrChoice = click.Choice
-
-
-class _Choice(_StrChoice):
-    """A choice whose values are exact; only names of options may have underscores for hyphens."""
-
-    def normalize_choice(self, choice: object, ctx: click.Context | None) -> str:
-        del ctx
-        return str(choice)
-
-
-class _Command(click.Command):
-    """A command whose help has headings."""
-
-    def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        groups: dict[str, list[tuple[str, str]]] = {}
-        heading = _OTHER_SOURCES
-        for param in self.get_params(ctx):
-            heading = _HEADINGS.get(param.name or "", heading)
-            heading = _OTHER_SOURCES if param.name in _NO_SETTINGS else heading
-            record = param.get_help_record(ctx)
-            if record:
-                groups.setdefault(heading, []).append(record)
-        for title, records in groups.items():
-            with formatter.section(title):
-                formatter.write_dl(records)
-
-
 def _make_option(field: dataclasses.Field[Any]) -> click.Option:
     flag = name_flag(field.name)
     shared: dict[str, Any] = {"help": field.metadata["help"], "default": field.default}
@@ -98,24 +41,10 @@ def _make_option(field: dataclasses.Field[Any]) -> click.Option:
         return click.Option([f"{flag}/--no-{flag[2:]}"], is_flag=True, **shared)
     if kind.startswith("tuple"):
         return click.Option([flag], multiple=True, **shared)
-    if kind == "int":
-        return click.Option([flag], type=_parse_integer, metavar="INTEGER", **shared)
     choices = field.metadata["choices"]
-    basic = float if kind == "float" else str
+    basic = {"int": int, "float": float}.get(kind, str)
     spellings = [flag, *_OLD_SPELLINGS.get(field.name, ()), field.name]
-    return click.Option(spellings, type=_Choice(choices) if choices else basic, **shared)
-
-
-def _print_version(ctx: click.Context, _: click.Parameter, requested: bool) -> None:
-    if not requested:
-        return
-    from importlib import metadata
-
-    try:
-        click.echo(f"trainer {metadata.version('reshard')}")
-    except metadata.PackageNotFoundError:
-        click.echo("trainer, not installed")
-    ctx.exit()
+    return click.Option(spellings, type=click.Choice(choices) if choices else basic, **shared)
 
 
 _FILE = click.Path(path_type=Path)
@@ -135,17 +64,8 @@ _ACTIONS = [
     click.Option(
         ["--print-config"], is_flag=True, help="print the resolved settings as JSON, and exit"
     ),
-    click.Option(
-        ["--version"],
-        is_flag=True,
-        is_eager=True,
-        expose_value=False,
-        callback=_print_version,
-        help="print the version, and exit",
-    ),
 ]
 _LIBRARIES = ("torch", "transformers", "yaml")  # which the core of reshard does not need
-_NO_SETTINGS = {*(option.name for option in _ACTIONS), "help"}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -175,7 +95,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def make_command() -> click.Command:
     """Return the command, with an option for each setting."""
-    return _Command(
+    return click.Command(
         "trainer",
         callback=_start,
         params=[*_ACTIONS, *map(_make_option, dataclasses.fields(Settings))],
@@ -186,7 +106,6 @@ def make_command() -> click.Command:
         ),
         context_settings={
             "help_option_names": ["-h", "--help"],
-            "token_normalize_func": lambda token: token.replace("_", "-"),
             "max_content_width": 100,
         },
     )

@@ -98,11 +98,9 @@ _DEEPSPEED: Table = {
     "train_micro_batch_size_per_gpu": ("micro_batch", _positive),
     "gradient_accumulation_steps": ("accumulation", _positive),
     "gradient_clipping": ("clip", _number),
-    "wall_clock_breakdown": ("wall_clock_breakdown", _boolean),
     f"{_ZERO}.stage": ("strategy", _STAGE),
     f"{_ZERO}.reduce_bucket_size": ("reduce_bucket_size", _positive),
     f"{_ZERO}.sub_group_size": ("sub_group_size", _count),
-    f"{_ZERO}.stage3_param_persistence_threshold": ("persistence_threshold", _count),
     f"{_ZERO}.offload_optimizer.device": ("offload_optimizer", _DEVICE),
     f"{_ZERO}.offload_param.device": ("offload_param", _DEVICE),
     "bf16.enabled": ("", _boolean),
@@ -131,12 +129,13 @@ _DEEPSPEED: Table = {
 }
 _DEEPSPEED_SPEED = {
     "steps_per_print",
+    "wall_clock_breakdown",
     *(f"{_ZERO}.offload_{what}.pin_memory" for what in ("optimizer", "param")),
     *(
         f"{_ZERO}.{name}"
         for name in "allgather_partitions allgather_bucket_size overlap_comm reduce_scatter"
         " contiguous_gradients stage3_prefetch_bucket_size stage3_max_live_parameters"
-        " stage3_max_reuse_distance round_robin_gradients"
+        " stage3_max_reuse_distance round_robin_gradients stage3_param_persistence_threshold"
         " stage3_gather_16bit_weights_on_model_save".split()
     ),
 }
@@ -217,7 +216,7 @@ class _File:
         found = {}
         for path, value in self._flatten(document, sections):
             if path in speed:
-                if value not in (None, "auto"):
+                if value not in (None, "auto", False):
                     self.choices.note(f"{self.path.name}: no effect here", path)
             elif path not in table:
                 raise SettingsError(

@@ -1,9 +1,9 @@
-"""Output of a run: a progress bar or lines for people, a JSON line per step for programs.
+"""Output of a run: lines for people, a JSON line per step for programs.
 
 A line of the log: ``step``, ``loss`` (mean over the micro batches), ``loss_hex`` (its float.hex),
 ``lr``, ``grad_norm``, ``grad_norm_hex``, ``loss_scale`` (of the next step), ``skipped``,
-``samples``, ``tokens_per_s``, ``peak_memory`` (bytes, the largest of the ranks), ``seconds`` by
-activity with --wall-clock-breakdown. The last line has ``parameter_hash``.
+``samples``, ``tokens_per_s``, ``peak_memory`` (bytes, the largest of the ranks). The last line has
+``parameter_hash``.
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import IO, Any
 
 import torch
-from tqdm import tqdm
 
 from trainer.core.engine import Engine
 from trainer.core.errors import SettingsError
@@ -32,29 +31,23 @@ class StepLog:
     Args:
         settings: the settings of the run.
         ranks: all ranks of the run.
-        resumed_at: number of steps done before.
 
     Raises:
         SettingsError: the log file exists and belongs to another run, or cannot be opened.
     """
 
-    def __init__(self, settings: Settings, ranks: Ranks, *, resumed_at: int) -> None:
+    def __init__(self, settings: Settings, ranks: Ranks) -> None:
         self._settings = settings
         self._ranks = ranks
         self._file: IO[str] | None = None
-        self._bar: Any = None
         self._begin = time.perf_counter()
         if ranks.is_first:
             self._file = _open(settings)
-            on_terminal = settings.progress and sys.stderr.isatty()
-            if on_terminal:
-                self._bar = tqdm(total=settings.steps, initial=resumed_at, unit="step")
 
     def step(self, progress: Progress, step: Step, engine: Engine) -> None:
         """Report one step. Every rank calls it."""
         seconds = time.perf_counter() - self._begin
         self._begin += seconds
-        breakdown = engine.timer.take()
         peak = self._ranks.all_reduce_max(measure_peak_memory(self._ranks.device))
         losses = step.losses
         # fsum does not depend on the order of its terms, nor therefore on the number of ranks.
@@ -72,15 +65,13 @@ class StepLog:
             "tokens_per_s": self._settings.global_batch * self._settings.seq_len / seconds,
             "peak_memory": peak,
         }
-        if self._settings.wall_clock_breakdown:
-            line["seconds"] = {"step_total": seconds, **breakdown}
         self._write(line)
-        self._show(line, breakdown)
+        self._show(line)
 
     def print(self, text: str) -> None:
         """Print a line for people."""
         if self._ranks.is_first:
-            tqdm.write(text, file=sys.stdout)
+            print(text, flush=True)  # noqa: T201
 
     def finish(self, digest: str) -> None:
         """Report the hash of the final parameters."""
@@ -97,31 +88,24 @@ class StepLog:
             self._file.write(json.dumps(finite) + "\n")
             self._file.flush()
 
-    def _show(self, line: dict[str, Any], breakdown: dict[str, float]) -> None:
+    def _show(self, line: dict[str, Any]) -> None:
         if not self._ranks.is_first:
             return
         skipped = "  skipped: not finite" if line["skipped"] else ""
-        if self._bar is not None:
-            self._bar.update()
-            self._bar.set_postfix_str(f"loss {line['loss']:.4f} lr {line['lr']:.2e}{skipped}")
         every = max(1, self._settings.steps // 10)
-        as_lines = self._bar is None and self._settings.progress
-        if as_lines and (line["step"] % every == 0 or line["step"] == 1 or line["skipped"]):
+        if self._settings.progress and (
+            line["step"] % every == 0 or line["step"] == 1 or line["skipped"]
+        ):
             self.print(
                 f"step {line['step']}/{self._settings.steps}  loss {line['loss']:.4f}  "
                 f"lr {line['lr']:.3e}  norm {line['grad_norm']:.3f}  "
                 f"{line['tokens_per_s']:.0f} tokens/s{skipped}"
             )
-        if self._settings.wall_clock_breakdown:
-            parts = "  ".join(f"{name} {s * 1e3:.1f}" for name, s in breakdown.items())
-            self.print(f"step {line['step']} ms: {parts}")
 
     def __enter__(self) -> StepLog:
         return self
 
     def __exit__(self, *_error: object) -> None:
-        if self._bar is not None:
-            self._bar.close()
         if self._file:
             self._file.close()
 

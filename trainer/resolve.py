@@ -78,11 +78,9 @@ def _make_batch_error(whole: int, micro: int, times: int, settings: Settings) ->
         )
     below = whole // unit * unit
     ways = "--global-batch " + " or ".join(str(each) for each in (below, below + unit) if each)
-    if whole % micro == 0:
-        sizes = [each for each in range(1, whole // micro + 1) if whole // micro % each == 0]
-        near = sorted(sorted(sizes, key=lambda each: abs(each - world))[:4])
-        ways += f", or {', '.join(map(str, near[:-1]))} or {near[-1]} ranks" if near[1:] else ""
-        ways += ", or --reduction canonical" if supports_canonical(settings) else ""
+    ways += (
+        ", or --reduction canonical" if supports_canonical(settings) and not whole % micro else ""
+    )
     return SettingsError(
         f"a global batch of {whole} is not divisible by {ranks} x micro batch {micro}",
         f"use {ways}",
@@ -104,8 +102,7 @@ _BOUNDS = {
         (1, 10**12),
     ),
     **dict.fromkeys(
-        "save_every keep persistence_threshold warmup_steps schedule_steps "
-        "fsdp_hybrid_size fsdp_min_num_params".split(),
+        "save_every keep warmup_steps schedule_steps fsdp_hybrid_size fsdp_min_num_params".split(),
         (0, 10**15),
     ),
     **dict.fromkeys(

@@ -30,7 +30,7 @@ def run(settings: Settings, ranks: Ranks) -> None:
     engine = build_engine(settings, ranks)
     resumed = saving.resume(source, settings, engine) if source else Resumed(Progress())
     progress = resumed.progress
-    with closing(saves), StepLog(settings, ranks, resumed_at=progress.step) as log:
+    with closing(saves), StepLog(settings, ranks) as log:
         if progress.step >= settings.steps:
             log.print(f"nothing to do: {source} is at step {progress.step} of {settings.steps}")
             log.print(f"  -> use a larger --steps than {progress.step}")

@@ -43,8 +43,7 @@ class Settings(CoreSettings):
 
     # Output
     log: str | None = declare(None, "file for a JSON line per step")
-    progress: bool = declare(True, "progress bar on a terminal, else lines")
-    wall_clock_breakdown: bool = declare(False, "report the time of each part of a step")
+    progress: bool = declare(True, "print lines for steps")
     parameter_hash: bool = declare(True, "report the SHA-256 of the final parameters")
 
     @property

@@ -202,7 +202,6 @@ class Cases:
             self.save(f"{name}-{form}", saved)
         unbroken += self.train(engine, half, whole)
         results = {"unbroken": unbroken, "half": half, "forms": {}}
-        results["state"] = dataclasses.asdict(engine.measure_state())
         for form in forms:
             place = self.out / f"{self.ranks.world}-{name}-{form}"
             fresh = self.engine(strategy, **chosen, **FORMS[form])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import gc
 import json
 import os
 import pickle
@@ -445,35 +446,46 @@ def test_a_file_that_a_library_in_rust_cannot_write_is_an_error_of_the_system(tm
 
 
 def memory(ranks, strategies):
-    """Return parameters and bytes of each, after a micro batch."""
-    import torch
-
+    """Return parameters, and bytes of all tensors that exist after a micro batch."""
     from trainer.core.strategies import build_engine
     from trainer.resolve import resolve
 
     found = []
     for strategy in strategies:
-        chosen = {"strategy": strategy, "precision": "bf16", "grad_dtype": "bf16"}
-        engine = build_engine(resolve(chosen, ranks.world), ranks)
+        chosen = {"precision": "bf16", "grad_dtype": "bf16", "reduction": "fast"}
+        settings = resolve({"strategy": strategy, **chosen}, ranks.world)
+        before = measure_tensors()
+        engine = build_engine(settings, ranks)
         tokens = torch.zeros(1, 64, dtype=torch.int64)
-        engine.run_microbatch(tokens, active_ranks=ranks.world, last=True)
+        engine.run_microbatch(tokens, active_ranks=ranks.world, last=False)
+        buffers = sum(buffer.nbytes for buffer in engine.model.buffers())
+        after = measure_tensors()
         numel = sum(value.numel() for _, value in engine.parameters())
-        found.append((numel, engine.measure_state()))
+        found.append((numel, after - before - buffers))
+        del engine
     return found
+
+
+def measure_tensors():
+    gc.collect()
+    tensors = [each for each in gc.get_objects() if isinstance(each, torch.Tensor)]
+    tensors += [each.grad for each in tensors if each.grad is not None]
+    storages = [tensor.untyped_storage() for tensor in tensors]
+    return sum({each.data_ptr(): each.nbytes() for each in storages}.values())
 
 
 @pytest.mark.parametrize("world", [2, 3])
 def test_memory_is_what_the_textbook_says(world):
+    """Beside it, ddp and ZeRO 1 keep the sums of the gradients of one piece at its owner."""
     expectations = {
-        "ddp": 16,
-        "zero1": 4 + 12 / world,
+        "ddp": 16 + 2 / world,
+        "zero1": 4 + 12 / world + 2 / world,
         "zero2": 2 + 14 / world,
         "zero3": 16 / world,
     }
     reported = worlds.run(world, memory, list(expectations))[0]
     for (strategy, factor), (numel, measured) in zip(expectations.items(), reported, strict=True):
-        total = measured.parameters + measured.gradients + measured.optimizer
-        assert total == pytest.approx(factor * numel, rel=2e-3), strategy
+        assert measured == pytest.approx(factor * numel, rel=2e-2), strategy
 
 
 @pytest.mark.slow
@@ -528,11 +540,10 @@ def different_layers(ranks):
 
     from trainer.core.partition import partition_groups
     from trainer.core.reduce import Reducer
-    from trainer.core.timer import Timer
 
     shapes = {"a": (4,), "b": (4,)}
     partition = partition_groups([["a", "b"]], shapes, ranks.world)
-    reducer = Reducer(partition, ranks, torch.float32, Timer(), canonical=True)
+    reducer = Reducer(partition, ranks, torch.float32, canonical=True)
     try:
         reducer.add([("ab"[ranks.rank], torch.ones(4))], ranks.world)
     except TrainingError as error:

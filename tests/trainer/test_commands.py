@@ -60,7 +60,7 @@ def test_an_example_configuration_runs_as_it_is_and_goes_on(tmp_path, name):
         "--strategy fsdp --state-dict-type full",
         "--strategy fsdp --state-dict-type local",
         "--strategy fsdp2 --sharded-files rank --precision fp32",
-        "--strategy zero3 --precision fp16 --model tiny-gpt2 --wall-clock-breakdown",
+        "--strategy zero3 --precision fp16 --model tiny-gpt2",
     ],
 )
 def test_a_resumed_command_ends_as_the_unbroken_one(tmp_path, strategy):
@@ -102,14 +102,9 @@ def test_a_rank_without_elements_of_a_group_counts_its_updates(tmp_path, strateg
     assert reshard.verify(tmp_path / "run").passed
 
 
-def test_the_log_tells_where_the_time_goes(tmp_path):
-    arguments = "--strategy zero3 --steps 1 --wall-clock-breakdown --global-batch 4".split()
-    worlds.command(2, flags(tmp_path, *arguments))
+def test_the_log_counts_samples_and_memory(tmp_path):
+    worlds.command(2, flags(tmp_path, *"--strategy zero3 --steps 1 --global-batch 4".split()))
     line = json.loads((tmp_path / "log.jsonl").read_text().splitlines()[0])
-    seconds = line["seconds"]
-    assert set(seconds) == {"step_total", "forward", "backward", "gather", "reduce", "step"}
-    total = seconds.pop("step_total")
-    assert 0 < sum(seconds.values()) <= total
     assert line["peak_memory"] > 2**20
     assert line["samples"] == 4
 

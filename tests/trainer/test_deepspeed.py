@@ -58,7 +58,6 @@ COMMON = {
     "weight_decay": 0.1,
     "reduce_bucket_size": 2000,
     "sub_group_size": 2000,
-    "persistence_threshold": 50,
 }
 # Without accumulation: DeepSpeed scales the loss after dividing by it, so it overflows later.
 FP16 = {"micro_batch": 3, "initial_scale_power": 17}

@@ -39,7 +39,6 @@ MODELS = {
         "precision": "bf16",
         "grad_dtype": "bf16",
         "freeze": (r"layers\.1\.", r"layers\.0\.input_layernorm", r"model\.norm", "embed"),
-        "persistence_threshold": 3000,
     },
 }
 JOBS = list(itertools.product(MODELS, STRATEGIES))

@@ -31,7 +31,7 @@ from trainer.settings import Settings, get_default_reduction
 NOT_INHERITED = frozenset(
     "nproc device threads timeout accumulation save async_save overwrite "
     "keep resume tag log "
-    "progress wall_clock_breakdown parameter_hash".split()
+    "progress parameter_hash".split()
 )
 """Settings of one call of the trainer; a resumed run inherits all others."""
 

@@ -30,7 +30,7 @@ model_config      the configuration of the model
 schedule          the learning rate of each step
 scaling           the loss scale of fp16
 fsdp_units        which modules FSDP shards together, and the mesh of the ranks
-timer, errors     seconds by activity; what can go wrong, with its exit code
+errors            what can go wrong, with its exit code
 
 Nothing here knows a file format or another program's configuration, and nothing is imported from
 the rest of ``trainer``.

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -20,7 +20,6 @@ from torch import Tensor, nn
 from trainer.core.ranks import Ranks
 from trainer.core.scaling import make_loss_scaler
 from trainer.core.settings import CoreSettings
-from trainer.core.timer import Timer
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 """The settings' names of dtypes."""
@@ -36,18 +35,6 @@ class Update:
     """Whether the gradients were not finite, so that nothing changed."""
 
 
-@dataclass(frozen=True)
-class ModelState:
-    """Bytes that this rank keeps between steps."""
-
-    parameters: int
-    gradients: int
-    optimizer: int
-    """Master weights and moments."""
-    accumulators: int = 0
-    """Sums that the canonical reduction keeps beside whole gradients."""
-
-
 class Engine(ABC):
     """A model and its optimizer on several ranks.
 
@@ -56,7 +43,6 @@ class Engine(ABC):
     Attributes:
         scaler: the loss scale of the next backward pass; ``step`` updates it, and checkpoints hold
             it.
-        timer: seconds that the engine spends on each activity.
     """
 
     model: nn.Module
@@ -64,7 +50,6 @@ class Engine(ABC):
     def __init__(self, settings: CoreSettings, ranks: Ranks) -> None:
         self.settings = settings
         self.ranks = ranks
-        self.timer = Timer(synchronize=ranks.device.type == "cuda")
         self.scaler = make_loss_scaler(settings)
         self.active_ranks = ranks.world
 
@@ -83,16 +68,14 @@ class Engine(ABC):
             The mean loss of these tokens, a float32 scalar, detached.
         """
         self.active_ranks = active_ranks  # gradients are added during the backward pass
-        with self.timer("forward"):
-            loss: Tensor = self.model(input_ids=tokens, labels=tokens).loss
-        with self.timer("backward"):
-            (loss.float() * self.scaler.scale).backward()
-            self._reduce_gradients(last=last)
+        loss: Tensor = self.model(input_ids=tokens, labels=tokens).loss
+        (loss.float() * self.scaler.scale).backward()
+        self._reduce_gradients(last=last)
         return loss.detach().float()
 
     def step(self, lr: float) -> Update:
         """Average the gradients over the step's micro batches, clip, update, and clear them."""
-        with self.timer("step"), torch.no_grad():
+        with torch.no_grad():
             gradients = self._collect_gradients()
             divisor = self.scaler.scale * self._summed_microbatches
             average = self._compute_norm(gradients) / divisor
@@ -117,10 +100,6 @@ class Engine(ABC):
         A tensor is valid until the next one is requested. All ranks must iterate to the end.
         """
 
-    @abstractmethod
-    def measure_state(self) -> ModelState:
-        """Return the bytes of model state on this rank, measured from the tensors that exist."""
-
     # What differs between engines
 
     @abstractmethod
@@ -143,9 +122,3 @@ class Engine(ABC):
     @abstractmethod
     def _update_weights(self, gradients: list[Tensor], scale: float, lr: float) -> None:
         """Change the weights by the sums times ``scale``; the sums may be overwritten."""
-
-
-def count_storage_bytes(tensors: Iterable[Tensor]) -> int:
-    """Return the bytes of the distinct storages behind ``tensors``."""
-    storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}
-    return sum(storages.values())

@@ -15,13 +15,12 @@ from __future__ import annotations
 
 import math
 from abc import abstractmethod
-from collections.abc import Iterator
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
-from trainer.core.engine import Engine, ModelState, count_storage_bytes
+from trainer.core.engine import Engine
 from trainer.core.fsdp_reduce import UnitSums
 from trainer.core.fsdp_units import (
     broadcast_weights,
@@ -62,7 +61,6 @@ class ShardedEngine(Engine):
             self.model = self._wrap(model)
         self.groups = make_param_groups(shapes, settings)
         self.optimizer = self._make_optimizer()
-        self._gradient_bytes = self._sum_bytes = 0
         self._sums: UnitSums | None = None
         if settings.reduction == "canonical":
             self._sums = UnitSums(lambda: self.active_ranks)
@@ -90,10 +88,6 @@ class ShardedEngine(Engine):
     def _order_additions(self, sums: UnitSums) -> None:
         """Let torch add gradients in micro batch order."""
 
-    @abstractmethod
-    def _live_tensors(self) -> Iterator[Tensor]:
-        """Yield every tensor that holds parameters, whether shards or gathered."""
-
     # The step
 
     def _reduce_gradients(self, *, last: bool) -> None:
@@ -115,10 +109,7 @@ class ShardedEngine(Engine):
 
     def _collect_gradients(self) -> list[Tensor]:
         parameters = self._optimized_parameters()
-        gradients = [self._get_shard(p.grad).view(-1) for p in parameters if p.grad is not None]
-        self._gradient_bytes = count_storage_bytes(gradients)
-        self._sum_bytes = self._sums.count_bytes() if self._sums else 0
-        return gradients
+        return [self._get_shard(p.grad).view(-1) for p in parameters if p.grad is not None]
 
     def _compute_norm(self, gradients: list[Tensor]) -> float:
         """Return the global norm; of several replicas, only the first one counts."""
@@ -175,19 +166,3 @@ class ShardedEngine(Engine):
 
     def _optimized_parameters(self) -> list[nn.Parameter]:
         return [p for group in self.optimizer.param_groups for p in group["params"]]
-
-    # Memory
-
-    def measure_state(self) -> ModelState:
-        """Measure the tensors of this rank, see Engine.
-
-        Between steps there are no gradients: those of the last step count.
-        """
-        moments = (t for state in self.optimizer.state.values() for t in state.values())
-        shards = map(self._get_shard, self._optimized_parameters())
-        return ModelState(
-            parameters=count_storage_bytes(self._live_tensors()),
-            gradients=self._gradient_bytes or count_storage_bytes(shards),
-            optimizer=count_storage_bytes(map(self._get_shard, moments)),
-            accumulators=self._sum_bytes,
-        )

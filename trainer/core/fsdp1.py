@@ -105,12 +105,6 @@ class FsdpEngine(ShardedEngine):
     def _get_shard(self, tensor: Tensor) -> Tensor:
         return tensor
 
-    def _live_tensors(self) -> Iterator[Tensor]:
-        for unit in FullyShardedDataParallel.fsdp_modules(self.model):
-            for flat in unit.params:
-                tensors = (flat, *(getattr(flat, name, None) for name in _FLAT_BUFFERS))
-                yield from (tensor.detach() for tensor in tensors if tensor is not None)
-
     def parameters(self) -> Iterator[tuple[str, Tensor]]:
         """Gather the parameters unit by unit, see Engine."""
         wrapped = {
@@ -131,7 +125,3 @@ class FsdpEngine(ShardedEngine):
                 for name in names:
                     # A copy: torch frees the gathered storage, which a view (numpy) would forbid.
                     yield name, whole[name].detach().to("cpu", copy=True)
-
-
-_FLAT_BUFFERS = ("_local_shard", "_full_param_padded", "_full_prec_full_param_padded", "_mp_shard")
-"""Attributes of a flat parameter: its shard, and what it gathers or casts; freed, 0 bytes."""

@@ -92,9 +92,6 @@ class Fsdp2Engine(ShardedEngine):
     def _get_shard(self, tensor: Tensor) -> Tensor:
         return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
-    def _live_tensors(self) -> Iterator[Tensor]:
-        return (self._get_shard(parameter).detach() for parameter in self.model.parameters())
-
     def parameters(self) -> Iterator[tuple[str, Tensor]]:
         """Gather the parameters one by one, see Engine."""
         with torch.no_grad():

@@ -23,7 +23,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 
-from trainer.core.engine import count_storage_bytes
 from trainer.core.errors import SettingsError, TrainingError
 
 if TYPE_CHECKING:
@@ -74,10 +73,6 @@ class UnitSums:
         """Forget the sums, after a step."""
         self._sums.clear()
         self._reduced = 0
-
-    def count_bytes(self) -> int:
-        """Return the bytes of the sums."""
-        return count_storage_bytes(self._sums)
 
     def add_exchanged(self, rows: Tensor, group: dist.ProcessGroup) -> Tensor:
         """Send row r of ``rows`` to rank r; add what arrives to the sum of the next unit."""

@@ -28,7 +28,6 @@ from torch import Tensor
 from trainer.core.errors import TrainingError
 from trainer.core.partition import Partition, Run
 from trainer.core.ranks import Ranks
-from trainer.core.timer import Timer
 
 Gradients = Sequence[tuple[str, Tensor]]
 
@@ -45,7 +44,6 @@ class Reducer:
         partition: Partition,
         ranks: Ranks,
         dtype: torch.dtype,
-        timer: Timer,
         *,
         canonical: bool,
     ) -> None:
@@ -54,7 +52,6 @@ class Reducer:
             torch.zeros(flat.numel, dtype=dtype, device=ranks.device) for flat in partition.flats
         ]
         self._ranks = ranks
-        self._timer = timer
         self._send = self._exchange if canonical else self._reduce
 
     def add(self, gradients: Gradients, active_ranks: int) -> None:
@@ -66,7 +63,7 @@ class Reducer:
         """
         if not gradients:
             return
-        with self._timer("reduce"), torch.no_grad():
+        with torch.no_grad():
             self._check_same_names([name for name, _ in gradients])
             by_owner: list[list[Run]] = [[] for _ in range(self._ranks.world)]
             flattened = {name: gradient.reshape(-1) for name, gradient in gradients}

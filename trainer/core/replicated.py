@@ -16,7 +16,6 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor, nn
 
-from trainer.core.engine import count_storage_bytes
 from trainer.core.partition import Partition, Shapes, partition_groups
 from trainer.core.ranks import Ranks
 from trainer.core.settings import CoreSettings
@@ -94,18 +93,9 @@ class FullGradientsEngine(ReplicatedEngine):
     rank's micro batches (in the parameters' dtype) and reduces once, before the step.
     """
 
-    _largest_gradients = 0
-
     def _reduce_gradients(self, *, last: bool) -> None:
         gradients = [(name, p.grad) for name, p in self.trainable.items() if p.grad is not None]
-        self._largest_gradients = count_storage_bytes(gradient for _, gradient in gradients)
         if self.settings.reduction == "canonical" or last:
             self.reducer.add(gradients, self.active_ranks)
             for parameter in self.trainable.values():
                 parameter.grad = None
-
-    def _count_gradient_bytes(self) -> int:
-        return self._largest_gradients
-
-    def _count_accumulator_bytes(self) -> int:
-        return count_storage_bytes(self.reducer.sums)

@@ -98,7 +98,6 @@ class CoreSettings:
     )
     reduce_bucket_size: int = declare(500_000_000, "ZeRO 2: elements that are reduced at a time")
     sub_group_size: int = declare(1_000_000_000, "ZeRO 3: elements that are updated at a time")
-    persistence_threshold: int = declare(0, "ZeRO 3: parameters with fewer elements stay gathered")
     offload_optimizer: str = declare(
         "none", "ZeRO: where masters and moments are kept", "none", "cpu"
     )

@@ -78,7 +78,3 @@ class OptimizerShard:
             decay = self._groups[flat.group].weight_decay
             moments = state.exp_avg, state.exp_avg_sq
             apply_adamw(state.master, gradient, moments, state.step, self._settings, decay, lr)
-
-    def list_tensors(self) -> list[Tensor]:
-        """Return the masters and moments of all flat tensors."""
-        return [t for state in self.states for t in (state.master, state.exp_avg, state.exp_avg_sq)]

@@ -21,7 +21,6 @@ import torch
 from torch import Tensor, nn
 
 from trainer.core.ranks import Ranks
-from trainer.core.timer import Timer
 
 
 @dataclass(frozen=True)
@@ -42,7 +41,6 @@ class Unit:
         parameters: (fqn, parameter) with full values; released on return.
         ranks: all ranks of the run.
         device: where the shard is kept.
-        timer: counts "gather".
     """
 
     def __init__(
@@ -50,12 +48,10 @@ class Unit:
         parameters: Iterable[tuple[str, nn.Parameter]],
         ranks: Ranks,
         device: torch.device,
-        timer: Timer,
     ) -> None:
         self.members: list[Member] = []
         self.gathered = True
         self._ranks = ranks
-        self._timer = timer
         pieces = []
         offset = 0
         for name, parameter in parameters:
@@ -75,7 +71,7 @@ class Unit:
         """Make the parameters whole."""
         if self.gathered:
             return
-        with self._timer("gather"), torch.no_grad():
+        with torch.no_grad():
             world = self._ranks.world
             shard = self._shard.to(self._ranks.device)
             rows = shard.new_empty(world * self._numel)
@@ -105,12 +101,6 @@ class Unit:
     def get_piece(self, member: Member) -> Tensor:
         """Return this rank's piece of a parameter, padding included."""
         return self._shard[member.offset : member.offset + member.piece]
-
-    @property
-    def resident_bytes(self) -> int:
-        """Bytes in memory, with what is gathered now."""
-        whole = sum(member.parameter.data.untyped_storage().nbytes() for member in self.members)
-        return self._shard.untyped_storage().nbytes() + whole
 
 
 def _copy_own_piece(whole: Tensor, rank: int, piece: int) -> Tensor:

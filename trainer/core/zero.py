@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from trainer.core.engine import DTYPES, Engine, ModelState, count_storage_bytes
+from trainer.core.engine import DTYPES, Engine
 from trainer.core.model import build_model
 from trainer.core.norm import compute_norm
 from trainer.core.optimizer import list_trainable, make_param_groups
@@ -59,7 +59,6 @@ class ZeroEngine(Engine):
             self._partition_gradients(names, shapes),
             ranks,
             DTYPES[settings.grad_dtype],
-            self.timer,
             canonical=settings.reduction == "canonical",
         )
 
@@ -138,23 +137,3 @@ class ZeroEngine(Engine):
 
     def _get_frozen(self, name: str) -> Tensor:
         return self.model.get_parameter(name).detach().cpu()
-
-    # Memory
-
-    def measure_state(self) -> ModelState:
-        """Measure the tensors of this rank, see Engine."""
-        return ModelState(
-            parameters=self._count_parameter_bytes(),
-            gradients=self._count_gradient_bytes(),
-            optimizer=count_storage_bytes(self.shard.list_tensors()),
-            accumulators=self._count_accumulator_bytes(),
-        )
-
-    def _count_parameter_bytes(self) -> int:
-        return count_storage_bytes(parameter.data for parameter in self.model.parameters())
-
-    def _count_gradient_bytes(self) -> int:
-        return count_storage_bytes(self.reducer.sums)
-
-    def _count_accumulator_bytes(self) -> int:
-        return 0

@@ -33,7 +33,7 @@ class Zero3Engine(ZeroEngine):
 
     Forward: gather before a unit's module runs, release after it. Backward: gather when the
     gradient of the unit's output arrives; reduce and release when the last parameter of the unit
-    has its gradient. Small parameters (``persistence_threshold``) stay gathered between steps.
+    has its gradient.
     """
 
     def __init__(self, settings: CoreSettings, ranks: Ranks) -> None:
@@ -46,23 +46,16 @@ class Zero3Engine(ZeroEngine):
         self.units: list[Unit] = []
         self._layers: list[Unit] = []
         layers = find_layer_classes(self.model)
-        small: list[tuple[str, nn.Parameter]] = []
         for module, parameters in list(split_into_units(self.model, layers)):
-            large: list[tuple[str, nn.Parameter]] = []
-            for name, p in parameters:
-                (large if p.numel() >= settings.persistence_threshold else small).append((name, p))
-            if large:
-                unit = self._make_unit(large)
+            if parameters:
+                unit = self._make_unit(parameters)
                 module.register_forward_pre_hook(partial(self._before_forward, unit))
                 if module is not self.model:
                     self._layers.append(unit)
                     module.register_forward_hook(partial(self._after_forward, unit))
-        self._persistent = self._make_unit(small) if small else None
-        if self._persistent:
-            self._persistent.gather()
 
     def _make_unit(self, parameters: list[tuple[str, nn.Parameter]]) -> Unit:
-        unit = Unit(parameters, self.ranks, self._shard_device, self.timer)
+        unit = Unit(parameters, self.ranks, self._shard_device)
         for parameter in unit.trainable:
             parameter.register_post_accumulate_grad_hook(partial(self._after_gradient, unit))
         self.units.append(unit)
@@ -96,7 +89,7 @@ class Zero3Engine(ZeroEngine):
         self._gradients_done[unit] += 1
         if self._gradients_done[unit] == len(unit.trainable):
             self._reduce_unit(unit)
-            if not unit.frozen and unit is not self._persistent:
+            if not unit.frozen:
                 unit.release()
 
     def _reduce_unit(self, unit: Unit) -> None:
@@ -114,8 +107,7 @@ class Zero3Engine(ZeroEngine):
         del last
         for unit in self.units:
             self._reduce_unit(unit)  # some units have parameters that the loss does not use
-            if unit is not self._persistent:
-                unit.release()
+            unit.release()
         self._backward = False
         self._gradients_done.clear()
 
@@ -137,11 +129,9 @@ class Zero3Engine(ZeroEngine):
             unit.update(new)
 
     def _exchange_parameters(self) -> None:
-        if self._persistent:  # `gather` does nothing while the old values are there
-            self._persistent.release()
-            self._persistent.gather()
+        """Do nothing: the next forward pass gathers the pieces."""
 
-    # Frozen parameters, and memory
+    # Frozen parameters
 
     def _get_frozen(self, name: str) -> Tensor:
         for unit in self.units:
@@ -153,6 +143,3 @@ class Zero3Engine(ZeroEngine):
                     unit.release()
                 return value
         raise KeyError(name)
-
-    def _count_parameter_bytes(self) -> int:
-        return sum(unit.resident_bytes for unit in self.units)
