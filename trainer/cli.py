@@ -22,14 +22,13 @@ from trainer.core.errors import SettingsError, TrainerError, explain_permissions
 from trainer.resolve import resolve
 from trainer.settings import AUTO, Settings
 
-_FLAGS = {"log": "--step-log"}
+_FLAGS = {"log": ("--step-log", "--log")}
 """Flags that are not named like their setting: torchrun takes --log for its own --log-dir."""
-_OLD_SPELLINGS = {"log": ("--log",)}
 
 
 def name_flag(setting: str) -> str:
     """Return the flag of a setting."""
-    return _FLAGS.get(setting, "--" + setting.replace("_", "-"))
+    return _FLAGS.get(setting, ["--" + setting.replace("_", "-")])[0]
 
 
 def _make_option(field: dataclasses.Field[Any]) -> click.Option:
@@ -43,7 +42,7 @@ def _make_option(field: dataclasses.Field[Any]) -> click.Option:
         return click.Option([flag], multiple=True, **shared)
     choices = field.metadata["choices"]
     basic = {"int": int, "float": float}.get(kind, str)
-    spellings = [flag, *_OLD_SPELLINGS.get(field.name, ()), field.name]
+    spellings = [*_FLAGS.get(field.name, [flag]), field.name]
     return click.Option(spellings, type=click.Choice(choices) if choices else basic, **shared)
 
 

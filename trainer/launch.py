@@ -17,7 +17,6 @@ import threading
 import time
 import traceback
 from multiprocessing import forkserver
-from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
 from trainer.core.errors import TrainerError, explain_permissions
@@ -90,7 +89,6 @@ def _run_rank(settings: Settings) -> None:
 
 
 def _start_ranks(settings: Settings) -> int:
-    """Start the ranks, wait for them, and return the exit code."""
     os.environ["OMP_NUM_THREADS"] = str(settings.threads)
     multiprocessing.set_forkserver_preload(_PRELOAD)
     if settings.device != "cuda":
@@ -184,17 +182,7 @@ def _describe_lost_ranks(error: Exception) -> str:
     is_lost = isinstance(error, (dist.DistNetworkError, dist.DistStoreError))
     if not is_lost and not (isinstance(error, RuntimeError) and _LOST_RANK.search(str(error))):
         return ""
-    package = Path(__file__).parent
-    own_frames = [
-        frame
-        for frame in traceback.extract_tb(error.__traceback__)
-        if package in Path(frame.filename).parents
-    ]
-    location = "joining"
-    if own_frames:
-        frame = own_frames[-1]
-        location = f"{Path(frame.filename).relative_to(package)}, {frame.name}"
-    return f"lost the other ranks in {location} ({reason})"
+    return f"lost the other ranks ({reason})"
 
 
 def _print_error(message: str) -> None:

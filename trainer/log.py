@@ -28,10 +28,6 @@ from trainer.settings import Settings
 class StepLog:
     """Reports each step on rank 0; the other ranks only measure.
 
-    Args:
-        settings: the settings of the run.
-        ranks: all ranks of the run.
-
     Raises:
         SettingsError: the log file exists and belongs to another run, or cannot be opened.
     """

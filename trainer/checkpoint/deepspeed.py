@@ -124,7 +124,6 @@ def _map_shared_names(engine: ZeroEngine) -> dict[str, str]:
 
 
 def _make_optimizer_states(engine: ZeroEngine, progress: dict[str, Any]) -> dict[str, Any]:
-    """Return ``optimizer_state_dict`` of this rank's file."""
     stage, shard = engine.settings.zero_stage, engine.shard
     masters = [state.master for state in shard.states]
     base = {

@@ -45,7 +45,6 @@ def read(directory: Path, engine: ZeroEngine) -> dict[str, Any]:
 
 
 def _fill(directory: Path, engine: ZeroEngine) -> dict[str, Any]:
-    """Fill this rank's masters, moments, buffers and frozen parameters."""
     rank, world = engine.shard.rank, engine.shard.partition.world
     is_cut = not (directory / MODEL).exists()
     path = directory / name_model_file(3 if is_cut else 0, rank)

@@ -64,7 +64,8 @@ def find_checkpoint(path: Path, tag: str | None) -> Path:
             f"{path} does not exist", "give --resume a run directory or a checkpoint directory"
         )
     if tag is None and not (path / LATEST).exists():
-        checkpoint = _find_enclosing(path) or _find_newest(path)
+        # The newest one, if the run died before it wrote ``latest``.
+        checkpoint = _find_enclosing(path) or next(reversed(_find_by_step(path).values()), None)
         if checkpoint is None:
             raise LayoutError(
                 f"{path} is not a checkpoint, and has no file 'latest' that names one "
@@ -106,11 +107,6 @@ def _find_by_step(path: Path) -> dict[str, Path]:
     ]
     by_step = {int(match[1]): each for match, each in matches if _is_checkpoint(each)}
     return {str(step): by_step[step] for step in sorted(by_step)}
-
-
-def _find_newest(path: Path) -> Path | None:
-    """Return the newest checkpoint in a directory whose run died before it wrote ``latest``."""
-    return next(reversed(_find_by_step(path).values()), None)
 
 
 def _list_checkpoints(path: Path) -> str:

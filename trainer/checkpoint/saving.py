@@ -80,12 +80,6 @@ def collect(settings: Settings, engine: Engine, progress: Progress, text: str) -
 def write(run: RunDirectory, settings: Settings, ranks: Ranks, unwritten: Unwritten) -> None:
     """Write a checkpoint; on return it is complete and has its name, on every rank.
 
-    Args:
-        run: the directory that the checkpoint goes into.
-        settings: the settings of the run.
-        ranks: all ranks of the run.
-        unwritten: the checkpoint.
-
     Raises:
         TrainingError: a rank could not write; only the checkpoint before remains.
     """

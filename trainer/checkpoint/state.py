@@ -37,8 +37,6 @@ NOT_INHERITED = frozenset(
 
 FORMAT = 1
 _REMEDY = "the file is damaged; resume from another --tag"
-SINCE_FORMAT_1 = frozenset({"async_save"})
-"""Settings that an older file of this format may lack."""
 
 
 def make_document(
@@ -111,8 +109,6 @@ def _check_types(state: dict[str, Any]) -> None:
             )
     for field in dataclasses.fields(Settings):
         type_name, _, optional = str(field.type).partition(" | ")
-        if field.name in SINCE_FORMAT_1 and field.name not in state["settings"]:
-            continue  # the run is older than the setting, and did what its default does
         value = state["settings"][field.name]
         if not isinstance(value, kinds.get(type_name, list)) and not (optional and value is None):
             raise ValueError(f"setting {field.name} is {value!r}, expected {field.type}")

@@ -91,7 +91,7 @@ class Engine(ABC):
 
     @abstractmethod
     def discard_gradients(self) -> None:
-        """Clear the gradients, also of a step that is skipped because of its loss."""
+        """Clear the gradients, after each step."""
 
     @abstractmethod
     def parameters(self) -> Iterator[tuple[str, Tensor]]:

@@ -57,12 +57,13 @@ def train(
     """Run the steps that are left, and yield after each; ``progress`` counts them.
 
     Raises:
-        TrainingError: the loss or the gradients are not finite, and ``on_nan`` is "stop".
+        TrainingError: the loss or the gradients are not finite; those of a dynamic loss scale
+            may be, and then the step is skipped.
     """
     while progress.step < settings.steps:
         losses = _run_microbatches(settings, ranks, engine, corpus, progress)
         lr = compute_learning_rate(settings, progress.updates)
-        update = _update_or_skip(settings, ranks, engine, losses, lr, progress)
+        update = _update(settings, ranks, engine, losses, lr, progress)
         yield Step(losses, lr, update)
 
 
@@ -95,7 +96,7 @@ def _run_microbatches(
     return in_order[: settings.microbatches].tolist()
 
 
-def _update_or_skip(
+def _update(
     settings: CoreSettings,
     ranks: Ranks,
     engine: Engine,
@@ -103,25 +104,20 @@ def _update_or_skip(
     lr: float,
     progress: Progress,
 ) -> Update:
-    """Update the weights, or skip a step whose loss is not finite; count it in ``progress``."""
-    not_finite = [number for number, loss in enumerate(losses) if not math.isfinite(loss)]
-    if not_finite and settings.on_nan == "stop":
-        number = not_finite[0]
-        raise TrainingError(
-            f"the loss of step {progress.step + 1} is {losses[number]} in micro batch {number} "
-            f"(rank {number % ranks.world})",
-            "check the data; or resume from an earlier --tag with a lower --lr or --on-nan skip",
-        )
-    if not_finite:
-        engine.discard_gradients()
-        update = Update(math.nan, skipped=True)
-    else:
-        update = engine.step(lr)
-        if update.skipped and not engine.scaler.dynamic and settings.on_nan == "stop":
+    """Update the weights, if all losses and gradients are finite; count it in ``progress``."""
+    for number, loss in enumerate(losses):
+        if not math.isfinite(loss):
             raise TrainingError(
-                f"the gradients of step {progress.step + 1} are not finite",
-                "resume from an earlier --tag with a lower --lr, or with --on-nan skip",
+                f"the loss of step {progress.step + 1} is {loss} in micro batch {number} "
+                f"(rank {number % ranks.world})",
+                "check the data; or resume from an earlier --tag with a lower --lr",
             )
+    update = engine.step(lr)
+    if update.skipped and not engine.scaler.dynamic:
+        raise TrainingError(
+            f"the gradients of step {progress.step + 1} are not finite",
+            "resume from an earlier --tag with a lower --lr",
+        )
     progress.step += 1
     progress.samples += settings.global_batch
     progress.skipped += update.skipped

@@ -58,7 +58,6 @@ def _has_weights(model: str) -> bool:
 
 
 def _freeze(model: nn.Module, patterns: tuple[str, ...]) -> None:
-    """Freeze every parameter whose name matches one of the regular expressions."""
     for pattern in patterns:
         matched = [p for name, p in model.named_parameters() if re.search(pattern, name)]
         if not matched:

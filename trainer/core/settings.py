@@ -81,9 +81,6 @@ class CoreSettings:
     loss_scale_window: int = declare(1000, "fp16: steps without overflow before the scale doubles")
     hysteresis: int = declare(2, "fp16: overflows before the scale halves")
     min_loss_scale: float = declare(1.0, "fp16: smallest loss scale")
-    on_nan: str = declare(
-        "stop", "if the loss is not finite: stop, or skip the step", "stop", "skip"
-    )
 
     # How the model is distributed over the ranks
     strategy: str = declare(

@@ -93,7 +93,6 @@ class Zero3Engine(ZeroEngine):
                 unit.release()
 
     def _reduce_unit(self, unit: Unit) -> None:
-        """Add the gradients that the unit has now to the sums of their owners."""
         gradients = [
             (member.name, member.parameter.grad)
             for member in unit.members
