@@ -13,6 +13,7 @@ settings, resolve                 every option once; derived values and contradi
 choices, config_files             where a value comes from; ds_config.json, accelerate.yaml, read
 cli, launch, session              flags; one process becomes N; one run on one rank
 process_group, environment        join the other ranks; what the launcher has set
+cores                             CPU cores of the threads of gloo
 log, tokenizer                    a line per step; tokens are bytes
 ================================  ================================================================
 """

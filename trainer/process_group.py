@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
@@ -15,6 +13,7 @@ from torch._C._distributed_c10d import HashStore
 
 from trainer.core.errors import SettingsError
 from trainer.core.ranks import Ranks
+from trainer.cores import avoid_preemption
 from trainer.environment import read_launcher_world_size
 
 
@@ -30,7 +29,7 @@ def join_process_group(device: str, timeout_s: int, threads: int) -> Iterator[Ra
     timeout = timedelta(seconds=timeout_s)
     backend = "nccl" if own_device.type == "cuda" else "gloo"
     if backend == "gloo":
-        _avoid_preemption()
+        avoid_preemption()
     if read_launcher_world_size() is None:  # one rank: a store in memory needs no port
         dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1, timeout=timeout)
     else:
@@ -39,19 +38,6 @@ def join_process_group(device: str, timeout_s: int, threads: int) -> Iterator[Ra
         yield Ranks(dist.get_rank(), dist.get_world_size(), own_device)
     finally:
         _leave_process_group()
-
-
-def _avoid_preemption() -> None:
-    """Keep this process, and those it starts, from taking cores where one of its threads wakes up.
-
-    A thread of gloo that finds the lock of a connection taken asks again at once, also after it has
-    taken the core of the thread that holds this lock; then it asks until its time slice ends. With
-    the policy for batch jobs, a thread that wakes up waits for the running one. With 4 ranks on 2
-    cores, this made an all-reduce 3 to 5 times as fast (torch 2.13.0, Linux 6.18).
-    """
-    if sys.platform == "linux" and os.sched_getscheduler(0) == os.SCHED_OTHER:
-        with contextlib.suppress(PermissionError):  # a sandbox may forbid it
-            os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
 
 
 def _leave_process_group() -> None:

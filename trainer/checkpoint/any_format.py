@@ -55,10 +55,7 @@ def open_converted(
 ) -> Iterator[Converted]:
     """Open a checkpoint of any format in the layout that this run reads; every rank must call it.
 
-    Args:
-        checkpoint: a directory or file.
-        settings: the settings of this run.
-        unread: the error of the run's own reader.
+    If it is not recognized, the error is ``unread``, of the run's own reader.
 
     Raises:
         CheckpointError: on every rank; the checkpoint is not recognized, damaged, or does not fit.
