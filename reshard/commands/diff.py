@@ -49,7 +49,7 @@ class DiffOptions(ReadOptions):
     exact: bool = _compared(False, "Require equal bits.", unset="without a tolerance")
     dtype: str | None = _compared(None, "Cast weights to bf16, fp16 or fp32 before comparing.")
     ignore: Sequence[str] = _compared(
-        (), "Leave out tensors with a matching name.", metavar="REGEX"
+        (), "Leave out tensors and values (step, rng ...) with a matching name.", metavar="REGEX"
     )
     kinds: Sequence[str] = _compared(
         (),
