@@ -20,8 +20,8 @@ _HEAD = """# Options
 This page lists every option, what it means, and the commands that take it. In Python, an option is
 a keyword of the command's function (`reshard.merge`, `reshard.split` for `convert` too, ...):
 `--dry-run` is `dry_run`, unless its row states another keyword. The JSON report of a run (`--json`)
-has its options under `options`, by their keywords. All commands but `demo` also take `--json` and
-`-v`, and all but `inspect` take `-q`.
+has its options under `options`, by their keywords. All commands but `demo` and `mount` also take
+`--json`, and `-v`; all of these but `inspect` take `-q`.
 """
 _COMMANDS = (
     *("inspect", "merge", "average", "split", "convert", "diff", "verify", "resume-check"),

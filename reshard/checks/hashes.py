@@ -234,7 +234,9 @@ def read(path: Path) -> Contents:
             files=tuple(map(FileDigests.from_json, files)),
         )
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise CorruptError(path, f"is not a manifest that reshard wrote ({error})") from error
+        raise CorruptError(
+            path, f"is not a manifest that reshard wrote ({type(error).__name__}: {error})"
+        ) from error
 
 
 def _make_altered_error(path: Path, name: str) -> CorruptError:

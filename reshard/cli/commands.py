@@ -231,7 +231,10 @@ def resume_check(source: Path, quiet: bool, **values: Any) -> None:
     examples=[
         ("reshard plan --params 7B --gpus 8x80GB", "any model of 7 billion parameters"),
         ("reshard plan --model config.json --gpus 8x80GB --nodes 2", "a configuration"),
-        ("reshard plan run/ --gpus 4x24GB --write ds_config.json", "a checkpoint, elsewhere"),
+        (
+            "reshard plan run/ --gpus 4x24GB --strategy zero3 --write ds_config.json",
+            "a checkpoint, elsewhere",
+        ),
     ],
 )
 @click.argument("sources", metavar="[SOURCE]...", nargs=-1, type=PATH)

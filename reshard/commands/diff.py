@@ -361,6 +361,13 @@ def _explain_sides(report: DiffReport, left: Manifest, right: Manifest) -> Itera
     lacking = {kind for kind, _ in (*report.only_a, *report.only_b)}
     if len(without) == 1 and lacking - {WEIGHT, COPY}:
         yield f"{without[0]} has no optimizer state; --kind weight compares only the weights"
+    elif left.origin.world != right.origin.world and any(
+        value.name == "scheduler" for value in report.train
+    ):
+        yield (
+            "a scheduler that counts the steps of all ranks, as Accelerate's does, differs at"
+            " another number of ranks; --ignore scheduler leaves it out"
+        )
     elif any(value.name == RNG for value in report.train):
         yield (
             "each rank has random states of its own, which another number of ranks does not"

@@ -12,7 +12,7 @@ from reshard import formats, units
 from reshard.checks.identity import find_conflicts
 from reshard.checks.identity.counters import find_counter_conflicts
 from reshard.commands.leaf_counts import count_leaves, describe_leaves
-from reshard.commands.lines import LabelledLine, Report, align, format_row
+from reshard.commands.lines import DetailLine, LabelledLine, Report, align, format_row
 from reshard.commands.options import ReportOptions
 from reshard.commands.page import check_page, write_page
 from reshard.core.manifest import BUFFER, MASTER, PARAM, WEIGHT_KINDS, Entry, Manifest
@@ -207,7 +207,7 @@ class Inspection(Report):
             f"{units.show_bytes(disk)} in {files}; tensors {units.show_bytes(logical)}",
         )
         yield format_row("optimizer", _describe_optimizer(manifest))
-        yield format_row("values", describe_leaves(count_leaves(manifest)))
+        yield DetailLine("values", describe_leaves(count_leaves(manifest)))
         what = f"agree: {files} of all ranks, no gap and no overlap (values are not read)"
         yield format_row("headers", what)
 

@@ -30,7 +30,6 @@ _PARTS = (
 )
 _NUMBER = re.compile(r"(rank[-_.]?)?(\d+)")
 _COMPARED = 1 << 20  # bytes at a time
-_HUB_PAGE = re.compile(r"https?://huggingface\.co/(?!.*/resolve/)")
 
 
 def get_directory(path: str | Path) -> Path:
@@ -66,8 +65,6 @@ class Location:
         if not paths:
             raise UsageError("source", "the list of paths is empty", "pass at least one")
         for path in paths:
-            if _HUB_PAGE.match(str(path)):
-                raise UsageError(path, "is a page of the Hub", "pass its repository: hf://ORG/NAME")
             if not path.exists():
                 if path.is_symlink():
                     refuse_broken_link(path)

@@ -21,6 +21,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from reshard.model import library
 from reshard.model import wrap as wrapping
 from reshard.model.build import build, build_configured
 from reshard.model.shapes import ModelShapes, Unit, describe_module
@@ -61,7 +62,8 @@ class ModelHint(NamedTuple):
         try:
             return self._build(units)
         except ModuleNotFoundError as error:
-            missing = optional.explain(error, f"building the model of {self.model}")
+            purpose = f"building the model of {self.model}"
+            missing = optional.explain(error, purpose, library.INSTALL)
             if missing is None:
                 raise
             raise missing from error

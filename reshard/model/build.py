@@ -137,6 +137,8 @@ def _build_from_config(config: Any, source: Path | str) -> nn.Module:
                 if type(config) in auto._model_mapping:  # noqa: SLF001 - as from_config checks it
                     built = auto.from_config(config, **_OPTIONS)
                     return built
+    except ModuleNotFoundError:
+        raise
     # Model code of transformers runs here, and can raise anything.
     except Exception as error:
         raise UsageError(

@@ -20,22 +20,24 @@ def install(*packages: str) -> str:
     return f"pip install {' '.join(packages)}"
 
 
-def explain(error: ModuleNotFoundError, purpose: str) -> MissingModuleError | None:
+def explain(
+    error: ModuleNotFoundError, purpose: str, remedy: str = ""
+) -> MissingModuleError | None:
     """Return the error to raise for an import that failed; None if a module of our own is missing.
 
     Args:
         purpose: what needs the module, for example "this command".
+        remedy: the command that installs what is needed; empty: the library alone.
     """
     library = (error.name or "").partition(".")[0]
     if not library or library in _OWN:
         return None
-    return _build_error(library, purpose)
+    return _build_error(library, purpose, remedy)
 
 
-def _build_error(library: str, purpose: str) -> MissingModuleError:
-    return MissingModuleError(
-        library, f"is not installed, and {purpose} needs it", install(library)
-    )
+def _build_error(library: str, purpose: str, remedy: str = "") -> MissingModuleError:
+    problem = f"needs {library}, which is not installed"
+    return MissingModuleError(purpose, problem, remedy or install(library))
 
 
 @contextmanager

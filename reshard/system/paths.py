@@ -10,6 +10,8 @@ from reshard.errors import UsageError
 
 # pathlib collapses two slashes into one, so a URL that has been a Path has only one left.
 _URL = re.compile(r"([a-z][a-z0-9+.-]+):(?://|/(?=[^/]))(.+)", re.DOTALL)
+_HUB_PAGE = re.compile(r"https?:/+huggingface\.co/")
+_NOT_STORES = ("http", "https", "ftp")
 # In DeepSpeed's names, mp_rank and expp_rank are the tensor-parallel and the expert-parallel rank,
 # whose files several ranks share. ``__0_1.distcp`` and ``shard-0-model-...`` are files of DCP.
 _RANK = re.compile(r"(?:(?<!mp_)(?<!expp_)(?<![a-z])rank[-_]?|(?:^|/)(?:__|shard-))(\d+)")
@@ -20,7 +22,7 @@ def as_path(where: str | os.PathLike[str]) -> Path:
 
     Raises:
         UsageError: the text is empty. pathlib would read it as the working directory, and a script
-            with an unset variable would convert whatever is there.
+            with an unset variable would convert whatever is there. Or it is a page on the web.
     """
     text = str(where)
     if not text:
@@ -35,6 +37,14 @@ def as_path(where: str | os.PathLike[str]) -> Path:
     scheme, rest = match.groups()
     if scheme in ("file", "local"):
         return Path("/" + rest.lstrip("/"))
+    if scheme in _NOT_STORES:
+        if _HUB_PAGE.match(text):
+            raise UsageError(where, "is a page of the Hub", "pass its repository: hf://ORG/NAME")
+        raise UsageError(
+            where,
+            "is not in an object store: a web server does not list files with their sizes",
+            "download the files, or pass s3://, gs://, az:// or hf://",
+        )
     from reshard.system.remote.path import RemotePath
 
     return where if isinstance(where, RemotePath) else RemotePath(f"{scheme}:/{rest.strip('/')}")

@@ -65,11 +65,11 @@ def test_the_model_of_a_trainer_is_merged_without_its_optimizer(run, tmp_path):
     for line in (f"inspect {source}", f"verify {source}", f"merge {source} {tmp_path}/model"):
         done = run(line)
         assert done.returncode == 0, (line, done.stderr)
-    assert "transformers is not installed, and building the model of" in done.stdout
+    assert "needs transformers, which is not installed" in done.stdout
     done = run(f"split {source} {tmp_path}/split --world-size 2")
     assert done.returncode == 1
     assert "cannot be assigned to parameters" in done.stderr
-    assert "-> pip install transformers, or leave out the optimizer" in done.stderr
+    assert "-> pip install torch transformers, or leave out the optimizer" in done.stderr
 
 
 def test_a_directory_has_the_names_of_the_source_and_says_so(run):
@@ -123,7 +123,7 @@ def test_a_tensor_without_torch_is_an_error_of_reshard(run):
         "except UsageError as error:\n    print(error)"
     )
     done = run("", code=code)
-    assert "torch: is not installed, and a tensor in memory needs it" in done.stdout, done.stderr
+    assert "a tensor in memory: needs torch, which is not installed" in done.stdout, done.stderr
 
 
 def test_the_trainer_names_what_it_needs(tmp_path):

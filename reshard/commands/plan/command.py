@@ -241,7 +241,7 @@ def _continue_run(
     try:
         expected = _forecast_split(manifest, as_path(target), to)
     except ReshardError as error:
-        return [f"{line} is refused: {error}", *steps], None
+        return [f"{line} is refused: {error.where}: {error.problem}", *steps], None
     return [line, f"it takes {expected.describe()}", *steps], expected
 
 

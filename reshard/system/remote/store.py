@@ -247,7 +247,6 @@ _LIBRARIES = {  # beside fsspec, whose message names those of other schemes
     **dict.fromkeys(("gs", "gcs"), ("gcsfs",)),
     **dict.fromkeys(("az", "abfs"), ("adlfs",)),
     "hf": ("huggingface_hub",),
-    **dict.fromkeys(("http", "https"), ("aiohttp", "requests")),
 }
 
 
