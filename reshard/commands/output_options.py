@@ -92,8 +92,8 @@ class ValueOptions(ReadOptions):
     )
     replicas: Replicas = option(
         "error",
-        "If ranks differ in a tensor that they share: fail, write the first rank's values, or"
-        " write the mean.",
+        "If ranks differ in a parameter that they share: fail, write the first rank's values, or"
+        " write the mean. A buffer that differs is a warning.",
         group="Output",
     )
 
