@@ -173,9 +173,11 @@ def _describe_load(merge: Merge) -> str:
 
 
 def _name_class(merge: Merge) -> str:
-    classes = (merge.companions.config or {}).get("architectures")
+    config = merge.companions.config or {}
+    classes = config.get("architectures")
     if isinstance(classes, list) and classes and isinstance(classes[0], str):
         return f"transformers.{classes[0]}"
     written = {entry.fqn for entry, _ in merge.weights.tensors}
-    has_head = _HEAD in written or _HEAD in merge.weights.dropped_aliases
+    is_tied = config.get("tie_word_embeddings") is True  # a published model has no second copy
+    has_head = is_tied or _HEAD in written or _HEAD in merge.weights.dropped_aliases
     return f"transformers.AutoModel{'ForCausalLM' if has_head else ''}"
