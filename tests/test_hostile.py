@@ -69,7 +69,11 @@ def test_every_format_is_fuzzed():
     """The kept checkpoints of the table are there, and the table has all formats with one."""
     held = {seed.name: seed for seed in seeds.kept()}
     kept = [held[t.checkpoint] for t in targets.TARGETS if t.checkpoint in held]
-    named = [t.checkpoint for t in targets.TARGETS if t.checkpoint.startswith(("tests", "exampl"))]
+    named = [
+        t.checkpoint
+        for t in targets.TARGETS
+        if t.checkpoint.startswith(("tests", "exampl", "plugins"))
+    ]
     assert set(named) == {seed.name for seed in kept}
     fuzzed = {formats.read(seed.place / seed.given).origin.format for seed in kept}
     every = {

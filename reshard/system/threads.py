@@ -236,7 +236,11 @@ def map_files(items: Iterable[T], act: Callable[[T], R]) -> list[R]:
                 errors[number] = error
         return None
 
-    rest = parallel_map(range(len(results), len(waiting)), attempt, _READERS)
+    left = range(len(results), len(waiting))
+    try:
+        rest = parallel_map(left, attempt, _READERS)
+    except MemoryError:  # the system limits the threads of a user or a job
+        rest = list(map(attempt, left))
     if errors:
         raise errors[min(errors)]
     return [*results, *cast("list[R]", rest)]

@@ -227,7 +227,7 @@ def test_two_world_sizes_mixed(copied, made, refused):
     run = copied("z2_bf16")
     other = made / "z2_bf16_ws4" / "run"
     shutil.copy(tag_of(other) / OPTIM1, tag_of(run) / OPTIM1)
-    refused(run, 3, OPTIM1, "ranks")
+    refused(run, 3, OPTIM1, "train_micro_batch_size_per_gpu of ds_config is 3, but 6 in")
 
 
 def test_weights_of_size_0_are_reported_with_their_real_files(copied, refused):

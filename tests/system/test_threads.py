@@ -81,6 +81,16 @@ def test_files_that_wait_for_a_network_are_read_in_threads():
     assert threading.get_ident() not in {thread for _, thread in map_files(range(2), read)}
 
 
+def test_files_are_read_without_threads_where_the_system_has_none(monkeypatch):
+    map_files([0.005], time.sleep)  # from now on, threads are tried
+
+    def refuse(*_arguments):
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(_thread, "start_new_thread", refuse)
+    assert map_files(range(5), lambda number: number * 2) == [0, 2, 4, 6, 8]
+
+
 def test_files_are_measured_again_after_a_moment(monkeypatch):
     """One wait of a busy machine must not cost a long process all later reads."""
     now = time.monotonic()
