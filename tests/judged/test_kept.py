@@ -235,7 +235,8 @@ def test_a_split_of_dcp_copies_codes_that_torchao_can_cut(ranks, tmp_path):
         tmp_path / "out",
         "optim.state.0.weight.exp_avg",
     )
-    reshard.split(source, out, world_size=ranks)
+    report = reshard.split(source, out, world_size=ranks)
+    assert report.optimizer_tensors_in == report.optimizer_tensors_out > 0
     assert_moments(out, "torchao_fp8")
     was, is_now = (FileSystemReader(at).read_metadata() for at in (source, out))
     assert is_now.planner_data == was.planner_data

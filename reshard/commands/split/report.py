@@ -19,6 +19,7 @@ from reshard.formats import engines, unread
 from reshard.formats.base import Writer
 from reshard.formats.request import Request
 from reshard.options import options_of
+from reshard.quantised import moments
 from reshard.state_dict import torch_state_dict
 from reshard.training import batch, copied_files, optimizers, trainer_run
 from reshard.training.state import WritableState
@@ -82,6 +83,9 @@ def describe_split(split: SplitConversion, plan: Plan) -> SplitReport:
     own_kinds = {entry.kind for entry in writer.list_own_entries(request)}  # not an optimizer's
     out = {e.key for e in skeleton.entries if e.kind not in {*no_slots, *own_kinds}}
     before = {e.key for e in manifest.entries.values() if e.kind not in WEIGHT_KINDS}
+    if any(entry.kind == copied_files.ITEM for entry in skeleton.entries):
+        # Codes are copied as items under the keys of the source; other slots are entries.
+        out |= {e.key for e in manifest.entries.values() if moments.is_decoded(e)}
     report = SplitReport(
         **describe_common(manifest, skeleton, plan, notes.warnings),
         target=" ".join(filter(None, (writer.name, writer.describe(request)))),
