@@ -92,6 +92,22 @@ def test_a_file_that_a_split_copies_is_not_said_to_be_left_out(tmp_path):
     ]
 
 
+def test_a_split_keeps_the_folders_that_olmo_core_needs(tmp_path):
+    source, out = save_olmo(tmp_path / "source"), tmp_path / "out"
+    (source / "train/rank1.pt").symlink_to(tmp_path / "elsewhere.pt")
+    (tmp_path / "elsewhere.pt").write_bytes(b"of another run")
+    report = reshard.split(source, out, world_size=2)
+    names = [".metadata.json", "train/rank0.pt"]
+    assert f"{', '.join(names)}: copied byte for byte" in report.kept
+    assert all((out / name).read_bytes() == (source / name).read_bytes() for name in names)
+    assert (out / "model_and_optim/.metadata").is_file()
+    assert [line for line in report.lines() if "not read" in line] == [
+        "warning     train/rank1.pt: not read, and not part of the output"
+    ]
+    assert any("read train/rank0.pt" in note for note in report.notes)
+    assert reshard.inspect(out).manifest.origin.path == str(out / "model_and_optim")
+
+
 @pytest.mark.parametrize(
     ("changed", "name"),
     [({"last_epoch": 3}, "scheduler"), ({"average": 2.0}, "ema/ema/w")],

@@ -21,7 +21,7 @@ from reshard.containers.skeletons import LaidOut
 from reshard.core.box import Box, whole
 from reshard.core.chunks import Chunk, contiguous
 from reshard.core.dtypes import UINT8, DType
-from reshard.core.location import Location
+from reshard.core.location import Location, leads_outside
 from reshard.core.manifest import BUFFER, MASTER, PARAM, WEIGHT_KINDS, Entry, Key, Manifest
 from reshard.formats.base import StateConversion
 from reshard.formats.dcp import metadata, reader, writer
@@ -42,6 +42,13 @@ from reshard.training.state import WritableState
 from reshard.units import some
 
 _NOTES = (".json", ".yaml", ".yml", ".txt", "")  # suffixes
+# OLMo-core 3.0.0 ``train/checkpoint.py`` keeps its trainer's state beside its one directory of DCP,
+# and does not find it elsewhere. Ranks without a file of their own read that of rank 0.
+_BESIDE_TRAINER, _TRAINER = "model_and_optim", "train"
+_OF_TRAINER = (
+    "OLMo-core's ranks without a file in train/ read train/rank0.pt, and none restores its random"
+    " state at another number of ranks"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,6 +111,8 @@ def find(conversion: StateConversion) -> SavedKeys | None:
     if not parents:
         return None
     top = PurePosixPath(commonpath(parents))
+    is_beside_trainer = top.name == _BESIDE_TRAINER and _find_trainer(top.parent)
+    top = top.parent if is_beside_trainer else top
     if not all(path.is_relative_to(top) for path in paths):
         return None
     directories = [_read_directory(parent, top) for parent in parents]
@@ -111,7 +120,7 @@ def find(conversion: StateConversion) -> SavedKeys | None:
     owners = _find_owners(manifest, found, request.world_size)
     if len(found) < len(parents) or not owners or not _can_copy(found, owners, manifest):
         return None
-    beside = _find_files_beside(manifest, top, several=len(parents) > 1)
+    beside = _find_files_beside(manifest, top, is_own=top not in parents)
     return replace(
         SavedKeys.of(request), directories=found, owners=owners, top=str(top), beside=beside
     )
@@ -126,22 +135,31 @@ def _read_directory(path: PurePosixPath, top: PurePosixPath) -> SavedDirectory |
     return SavedDirectory("/".join(path.relative_to(top).parts), str(location), about)
 
 
-def _find_files_beside(manifest: Manifest, top: PurePosixPath, *, several: bool) -> dict[str, int]:
+def _find_trainer(top: PurePosixPath) -> dict[str, str]:
+    """Return the files of OLMo-core's trainer, name below the top directory -> path."""
+    folder = Location([as_path(str(top))]).folders.get(_TRAINER)
+    files = folder.files.items() if folder else ()
+    root = as_path(str(top))
+    return {f"{_TRAINER}/{n}": str(path) for n, path in files if not leads_outside(path, root)}
+
+
+def _find_files_beside(manifest: Manifest, top: PurePosixPath, *, is_own: bool) -> dict[str, int]:
     """Return the files that are copied, name below the top directory -> size.
 
-    They are the files that were read beside the items. If programs keep several DCP directories in
-    one of their own, they also keep notes there that are not tensors, such as the step in a JSON
-    file, without which they do not resume.
+    They are the files that were read beside the items. If programs keep DCP's directories in one of
+    their own, they also keep notes there that are not tensors, such as the step in a JSON file,
+    without which they do not resume.
     """
     beside = {
         path.removeprefix(f"{top}/"): file.nbytes
         for path, file in manifest.files.items()
         if not path.endswith(".distcp")
     }
-    if several:
+    if is_own:
         files = Location([as_path(str(top))]).files
-        notes = {name: path for name, path in files.items() if path.suffix in _NOTES}
-        beside.update((name, get_size(str(path))) for name, path in notes.items())
+        notes = {name: str(path) for name, path in files.items() if path.suffix in _NOTES}
+        added = {**notes, **_find_trainer(top)}
+        beside.update((name, get_size(path)) for name, path in added.items())
     return beside
 
 
@@ -254,8 +272,10 @@ def lay_out(state: WritableState, saved: SavedKeys) -> LaidOut:
     per_rank = [name for name in saved.beside if find_rank(name) is not None]
     if per_rank and ranks != len(per_rank):
         notes.append(
-            f"{some(per_rank, 1)} belong to one rank each: the program that saved them may need"
-            f" such a file for each of the {ranks} ranks"
+            _OF_TRAINER
+            if f"{_TRAINER}/rank0.pt" in per_rank
+            else f"{some(per_rank, 1)} belong to one rank each: the program that saved them may"
+            f" need such a file for each of the {ranks} ranks"
         )
     return LaidOut(skeletons.join(parts), tuple(notes), tuple(copied))
 
