@@ -137,8 +137,16 @@ class DiffReport(Report):
     @property
     def differs_in_random_states(self) -> bool:
         """Whether random states differ and nothing else; the exit code is 1 then, too."""
-        tensors = bool(self.unequal or self.only_a or self.only_b)
-        return bool(self.train) and not tensors and all(each.name == RNG for each in self.train)
+        return self._has_equal_tensors and all(each.name == RNG for each in self.train)
+
+    @property
+    def lacks_values_alone(self) -> bool:
+        """Whether all tensors are equal, and each value that differs is only on one side."""
+        return self._has_equal_tensors and all(each.only for each in self.train)
+
+    @property
+    def _has_equal_tensors(self) -> bool:
+        return bool(self.train) and not (self.unequal or self.only_a or self.only_b)
 
     @property
     def exit_code(self) -> int:
@@ -373,6 +381,11 @@ def _explain_sides(report: DiffReport, left: Manifest, right: Manifest) -> Itera
             "each rank has random states of its own, which another number of ranks does not"
             " keep: dropout and the order of samples go on differently;"
             f" --ignore {RNG} leaves them out"
+        )
+    elif report.lacks_values_alone:
+        yield (
+            "all tensors are equal. A layout without a place for these values leaves them out, and"
+            " split reports them as not copied; --ignore NAME leaves them out here"
         )
 
 

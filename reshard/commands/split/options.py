@@ -120,7 +120,7 @@ class SplitOptions(LayoutOptions, OutputOptions):
     )
     world_size: int | None = option(
         None,
-        "Number of ranks in the new run; auto takes the launcher's (torchrun, Slurm, MPI).",
+        "Number of ranks in the new run; on the command line, auto takes the launcher's.",
         group="Target",
         flags=("--world-size", "--num-shards"),
         metavar="N|auto",
