@@ -6,6 +6,7 @@ long vector, and only the wrapped model shows which parameters are in it.
 build          the module itself
 wrap           which of its modules FSDP 1 wraps
 shapes         names and shapes of its parameters, and which of them each wrapped module owns
+fp8_modules    which weights transformers quantises to fp8 in blocks
 published      the names and shapes that save_pretrained writes, and how they are made
 conversion     a training state between two forms of a model
 tracing        tensors without values that record how they are made

@@ -44,7 +44,8 @@ def quantise(values: Entry, pair: QuantisedPair, kept: KeptScales) -> tuple[Entr
     """Return codes and scales of a weight, which are computed when they are read.
 
     Args:
-        pair: the codes and scales of a release, for a weight of this shape.
+        pair: the codes and scales of a release, for a weight of this shape. If its entries have no
+            chunks, there is no release to compare with.
         kept: scales of all weights that were computed early.
     """
     released = Entry(pair.fqn, PARAM, pair.weight.dtype, pair.shape, (pair.value_chunk,))
@@ -318,6 +319,8 @@ class Matrix:
             box: the part of the weight that the values are.
         """
         weight = self.pair.weight
+        if not self.pair.codes.chunks:
+            return self._find_none(values)
         if not self.kept.had_same and weight.value_block[0] > 1:
             is_same = None
             if weight.transposed:
@@ -329,6 +332,12 @@ class Matrix:
         is_same = self._compare(reader, values, first, box)
         self.kept.had_same = bool(is_same.any())
         return is_same
+
+    def _find_none(self, values: Array) -> Array:
+        import numpy as np
+
+        sizes = zip(values.shape, self.pair.weight.value_block, strict=True)
+        return np.zeros([-(-size // block) for size, block in sizes], np.bool_)
 
     def _compare_first_rows(self, reader: TileReader, values: Array, first: int) -> Array:
         import numpy as np
@@ -506,7 +515,7 @@ class Computed:
         """The name under which the bytes can be read."""
         pair, values = self.matrix.pair, self.matrix.values
         first = values.chunks[0].file
-        detail = f"of {values.fqn} like {pair.codes.chunks[0].file}, {self.matrix.number}"
+        detail = f"of {values.fqn} like {pair.weight.codes.file}, {self.matrix.number}"
         codes = Derived(first, f"codes {detail}", self)
         return (
             codes

@@ -256,6 +256,35 @@ def test_a_quantised_form_needs_a_model_that_states_it(plain, tmp_path, dtype):
         reshard.merge(plain, tmp_path / "out.safetensors", dtype=dtype)
 
 
+@pytest.mark.parametrize(
+    ("options", "match"),
+    [
+        ({}, "needs the model's config.json"),
+        ({"hf_dir": "config"}, "no linear layer of whole blocks"),
+        ({"hf_dir": "config", "out": "out.safetensors"}, "the suffix of a file, but --quantise w"),
+        ({"hf_dir": "large", "keep_fp32": ["q_proj"]}, "which --quantise writes as codes"),
+        ({"hf_dir": "larger"}, r"of shape \(128, 128\), but .* shape \(256, 256\)"),
+        ({"names": "module"}, "--quantise writes the names of files"),
+        ({"quantise_like": "config"}, "has no effect with --quantise-like"),
+    ],
+)
+def test_blocks_of_fp8_need_linear_layers_that_a_config_states(tmp_path, options, match):
+    options = {"names": "source", **options}
+    q_proj = "model.layers.0.self_attn.q_proj.weight"
+    save_file({q_proj: torch.randn(128, 128)}, tmp_path / "x.safetensors")
+    sizes = {"num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 128}
+    for name, hidden in (("config", 4), ("large", 128), ("larger", 256)):
+        (tmp_path / name).mkdir()
+        config = json.dumps(CONFIG | sizes | {"hidden_size": hidden})
+        (tmp_path / name / "config.json").write_text(config)
+    paths = {
+        each: tmp_path / options[each] for each in ("hf_dir", "quantise_like") if each in options
+    }
+    out = tmp_path / options.pop("out", "out")
+    with pytest.raises(UsageError, match=match):
+        reshard.merge(tmp_path / "x.safetensors", out, quantise="fp8-block", **{**options, **paths})
+
+
 def test_keep_fp32_that_matches_nothing_is_refused(plain, tmp_path):
     with pytest.raises(UsageError, match="matches no weight"):
         reshard.merge(plain, tmp_path / "out.safetensors", keep_fp32=["nothing"])

@@ -6,6 +6,7 @@ Codes and scales are transformers' own (`Fp8Quantize`), or random ones in the la
 from __future__ import annotations
 
 import json
+from functools import partial
 from types import SimpleNamespace
 
 import fsspec
@@ -19,10 +20,13 @@ from transformers import (
     FineGrainedFP8Config,
     GptOssConfig,
     LlamaConfig,
+    MambaConfig,
     Mxfp4Config,
     Qwen3Config,
+    Qwen3MoeConfig,
 )
 from transformers.integrations.finegrained_fp8 import Fp8Quantize
+from transformers.quantizers.quantizer_finegrained_fp8 import FineGrainedFP8HfQuantizer
 
 import reshard
 from reshard.filesystem import CheckpointFileSystem
@@ -218,6 +222,88 @@ def test_trained_weights_are_quantised_as_transformers_does(tmp_path, scale_fmt)
     with torch.no_grad():
         logits = [m.eval().float()(tokens).logits for m in (model, trained)]
     assert (logits[0] - logits[1]).norm() < 0.1 * logits[1].norm()
+
+
+BLOCKS = {"hidden_size": 256, "intermediate_size": 384, "head_dim": 64}
+WHOLE = {
+    "qwen3": Qwen3Config(**(SMALL | BLOCKS), tie_word_embeddings=False),
+    "tied": Qwen3Config(**(SMALL | BLOCKS), tie_word_embeddings=True),
+    "qwen3_moe": Qwen3MoeConfig(
+        **(SMALL | BLOCKS), moe_intermediate_size=128, num_experts=4, num_experts_per_tok=2
+    ),
+    "deepseek_v3": DeepseekV3Config(
+        **(SMALL | BLOCKS | {"num_key_value_heads": 4, "head_dim": 64}),
+        moe_intermediate_size=128,
+        n_routed_experts=4,
+        n_group=2,
+        topk_group=1,
+        num_experts_per_tok=2,
+        q_lora_rank=128,
+        kv_lora_rank=128,
+        qk_rope_head_dim=64,  # 192 rows are no whole blocks: transformers would make 2 of 96
+        qk_nope_head_dim=64,
+        v_head_dim=64,
+        first_k_dense_replace=1,
+    ),
+    "mamba": MambaConfig(vocab_size=211, hidden_size=256, num_hidden_layers=2),
+}
+ODD = {"deepseek_v3": ["kv_a_proj_with_mqa"], "mamba": ["x_proj", "dt_proj"]}
+
+
+def in_blocks(values):
+    """Return codes and scales of blocks of 128 x 128: the definition of DeepSeek V3, in torch."""
+    rows, columns = (size // 128 for size in values.shape)
+    blocks = values.float().reshape(rows, 128, columns, 128)
+    scales = blocks.abs().amax((1, 3)) / 448
+    scales[scales == 0] = 1
+    codes = (blocks / scales[:, None, :, None]).to(torch.float8_e4m3fn)
+    return codes.reshape(values.shape), scales
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("name", WHOLE)
+def test_linear_layers_become_fp8_as_transformers_chooses_them(tmp_path, monkeypatch, name, dtype):
+    """Without a release: the modules are those that transformers quantises when it loads."""
+    torch.manual_seed(6)
+    model = AutoModelForCausalLM.from_config(WHOLE[name]).to(dtype)
+    with torch.no_grad():
+        next(m for m in model.modules() if type(m) is torch.nn.Linear).weight[:128, :128] = 0
+    model.save_pretrained(tmp_path / "plain")
+    reshard.merge(tmp_path / "plain", tmp_path / "codes", quantise="fp8-block")
+    state, got = read_tensors(tmp_path / "plain"), read_tensors(tmp_path / "codes")
+    chosen = [fqn for fqn in state if f"{fqn}_scale_inv" in got]
+    want = dict(state)
+    for fqn in chosen:
+        want[fqn], want[f"{fqn}_scale_inv"] = in_blocks(state[fqn])
+    assert list_differing(got, want) == []
+
+    # What transformers has in place of linear layers, on CPU, where it cannot compute with it.
+    monkeypatch.setattr(FineGrainedFP8HfQuantizer, "validate_environment", lambda *_, **__: None)
+    load = partial(AutoModelForCausalLM.from_pretrained, output_loading_info=True, dtype=dtype)
+    codes, told = load(tmp_path / "codes")
+    assert not any(told.values()), told
+    listed = ["lm_head", *ODD[name]] if name in ODD else None
+    how = FineGrainedFP8Config(modules_to_not_convert=listed)
+    own, _ = load(tmp_path / "plain", quantization_config=how)
+    kinds = [{n: t.dtype for n, t in each.state_dict().items()} for each in (codes, own)]
+    assert kinds[0] == kinds[1]
+    assert torch.float8_e4m3fn in kinds[0].values()
+
+    live, told = load(tmp_path / "codes", quantization_config=FineGrainedFP8Config(dequantize=True))
+    assert not any(told.values()), told
+    reshard.merge(tmp_path / "codes", tmp_path / "values", dtype=str(dtype).removeprefix("torch."))
+    values, live = state_of(tmp_path / "values"), live.state_dict()
+    assert values.keys() == live.keys()
+    assert [n for n, t in live.items() if not torch.equal(values[n].to(t.dtype), t)] == []
+    reshard.merge(tmp_path / "codes", tmp_path / "again", quantise="fp8-block", dtype="fp32")
+    again = read_tensors(tmp_path / "again")
+    parts = [*chosen, *(f"{fqn}_scale_inv" for fqn in chosen)]
+    assert list_differing({n: again[n] for n in parts}, {n: want[n] for n in parts}) == []
+    reshard.split(tmp_path / "plain", tmp_path / "dcp", to="dcp", world_size=2)  # names in memory
+    reshard.merge(
+        tmp_path / "dcp", tmp_path / "run", hf_dir=tmp_path / "plain", quantise="fp8-block"
+    )
+    assert list_differing(read_tensors(tmp_path / "run"), want) == []
 
 
 def test_fsdp_2_starts_from_codes_as_from_dequantised_weights(tmp_path):

@@ -21,7 +21,7 @@ from reshard.units import some
 def dequantise(merge: Merge) -> Merge:
     """Return the merge with dequantised weights if the user wants them in another form."""
     options = merge.options
-    if options.dtype in (None, "keep") and options.quantise_like is None:
+    if options.dtype in (None, "keep") and not options.writes_codes:
         return merge
     manifest, notes = coded_values.dequantise(merge.manifest)
     merge.notes.derived += notes
@@ -88,7 +88,7 @@ def _drop_statement(merge: Merge) -> Merge:
     found = read_statement(companions.config or {}, "")
     if companions.config is None or found is None or not _has_plain_weights(merge):
         return merge
-    if merge.options.quantise_like is None:
+    if not merge.options.writes_codes:
         merge.notes.derived.append(
             f"config.json: quantization_config ({found.method}) left out: no weight is quantised"
         )

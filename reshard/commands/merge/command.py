@@ -152,7 +152,7 @@ def plan_files(
 def _list_passes(options: MergeOptions) -> Sequence[Pass]:
     """Return the passes of a merge, in order."""
     quantise: tuple[Pass, ...] = ()
-    if options.quantise_like is not None:
+    if options.writes_codes:
         from reshard.commands.merge import quantising
 
         quantise = (quantising.quantise,)

@@ -6,7 +6,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from reshard.commands.output_options import NamingOptions, OutputOptions
 from reshard.core import keys
@@ -18,6 +18,7 @@ HUB_PREFIX = "hf:/"  # pathlib collapses two slashes into one
 FILL = "--fill-missing-from"
 MERGE_LORA = "--merge-lora"
 QUANTISE_LIKE = "--quantise-like"
+QUANTISE = "--quantise"
 _CODES = re.compile(r"(mx|nv)?(fp|float)[48]", re.IGNORECASE)
 _OF_OTHER_MODELS = ("fill_missing_from", "family", "vocab_size", "keep_padding")
 
@@ -102,6 +103,12 @@ class MergeOptions(WeightsOptions, OtherModelOptions, NamingOptions, OutputOptio
         group="Weights",
         metavar="RELEASE",
     )
+    quantise: Literal["fp8-block"] | None = option(
+        None,
+        "Write the linear layers as fp8 in blocks of 128 x 128 with fp32 scales, as transformers"
+        " quantises the model: codes and scales.",
+        group="Weights",
+    )
 
     def __post_init__(self) -> None:
         """Refuse values that are not allowed, and options that contradict each other.
@@ -114,7 +121,8 @@ class MergeOptions(WeightsOptions, OtherModelOptions, NamingOptions, OutputOptio
             raise UsageError(
                 f"--dtype {self.dtype}",
                 "stores codes and scales, whose form (block sizes, names) a model must state",
-                f"pass such a model (fp8 in blocks, MXFP4): {QUANTISE_LIKE} RELEASE",
+                f"pass such a model (fp8 in blocks, MXFP4): {QUANTISE_LIKE} RELEASE, or quantise as"
+                f" transformers does: {QUANTISE} fp8-block",
             )
         if self.fill_missing_from and (self.edits.include or self.edits.exclude):
             raise UsageError(FILL, "would add weights that --include and --exclude leave out")
@@ -129,13 +137,20 @@ class MergeOptions(WeightsOptions, OtherModelOptions, NamingOptions, OutputOptio
                     "--tied drop", "would leave out merged values", "pass auto or keep"
                 )
         elif self.adapter is not None:
-            self.refuse_beside("--adapter", *_OF_OTHER_MODELS, "names", "tied", "quantise_like")
-        if self.quantise_like is not None and self.names == "module":
-            raise UsageError(
-                "--names module",
-                f"{QUANTISE_LIKE} writes the names of the release",
-                "leave it out",
-            )
+            others = (*_OF_OTHER_MODELS, "names", "tied", "quantise_like", "quantise")
+            self.refuse_beside("--adapter", *others)
+        if self.quantise_like is not None:
+            self.refuse_beside(QUANTISE_LIKE, "quantise")
+        if self.writes_codes and self.names == "module":
+            how = f"{QUANTISE} writes the names of files"
+            if self.quantise_like is not None:
+                how = f"{QUANTISE_LIKE} writes the names of the release"
+            raise UsageError("--names module", how, "leave it out")
+
+    @property
+    def writes_codes(self) -> bool:
+        """Whether weights are written as codes and scales, whatever their source stores."""
+        return self.quantise is not None or self.quantise_like is not None
 
     @property
     def writes_adapter(self) -> bool:

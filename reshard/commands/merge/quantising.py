@@ -1,4 +1,7 @@
-"""``merge --quantise-like``: write weights as codes and scales, as a quantised release has them."""
+"""``merge --quantise-like`` and ``--quantise``: write weights as codes and scales.
+
+The form is that of a quantised release, or the one that transformers chooses for the model.
+"""
 
 from __future__ import annotations
 
@@ -6,16 +9,20 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from reshard.commands.merge.options import QUANTISE_LIKE
+from reshard.commands.merge.options import QUANTISE, QUANTISE_LIKE
 from reshard.commands.merge.passes import Merge
 from reshard.commands.output_options import ReadOptions
 from reshard.commands.reading import read_trusted
-from reshard.core.dtypes import DType
+from reshard.core.box import Index, whole
+from reshard.core.chunks import contiguous
+from reshard.core.dtypes import E4M3, FLOAT32, DType
 from reshard.core.location import get_directory
 from reshard.core.manifest import PARAM, Entry, Manifest, Quantisation
 from reshard.errors import UnsupportedError, UsageError
+from reshard.model import library
 from reshard.quantised import tiles
 from reshard.quantised.pairs import find_pairs, list_unused_scales
+from reshard.quantised.scaled import Scaled
 from reshard.quantised.statement import KEYS, remove_statement
 from reshard.quantised.weights import QuantisedPair
 from reshard.system.paths import as_path
@@ -26,6 +33,13 @@ from reshard.units import counted, some
 Tensors = Sequence[tuple[Entry, DType]]
 
 _WRITTEN = ("fp8", "mxfp8", "mxfp4")  # methods with scales of blocks
+_BLOCK = 128  # DeepSeek V3's, and the default of transformers' FineGrainedFP8Config
+_SETTINGS = {
+    "quant_method": "fp8",
+    "activation_scheme": "dynamic",
+    "fmt": "e4m3",
+    "weight_block_size": [_BLOCK, _BLOCK],
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,21 +116,27 @@ class Release:
 
 
 def quantise(merge: Merge) -> Merge:
-    """Return the merge with codes and scales in place of the weights that a release quantises.
+    """Return the merge with codes and scales in place of the weights that are quantised.
 
     Raises:
-        UsageError: the release is another model, or the output cannot state the quantisation.
+        UsageError: the release is another model, nothing states the model, or the output cannot
+            state the quantisation.
         UnsupportedError: the release is quantised by a method that cannot be written.
         ReshardError: the release cannot be read or trusted.
     """
-    path = as_path(str(merge.options.quantise_like))
     if not merge.is_directory:
+        flag = QUANTISE if merge.options.quantise else QUANTISE_LIKE
         raise UsageError(
             str(merge.output),
-            f"the name has the suffix of a file, but {QUANTISE_LIKE} writes a directory: its"
+            f"the name has the suffix of a file, but {flag} writes a directory: its"
             " config.json states how to read the codes",
             "pass a name without that suffix",
         )
+    return _quantise_blocks(merge) if merge.options.quantise else _quantise_like(merge)
+
+
+def _quantise_like(merge: Merge) -> Merge:
+    path = as_path(str(merge.options.quantise_like))
     release = Release.open(path, merge.options.allow_pickle)
     tensors = merge.weights.tensors
     _check_same_model(release, tensors)
@@ -216,3 +236,78 @@ def _state_method(companions: Companions, release: Release) -> Companions:
             config[key] = str(release.stated.dtype)
     config[KEYS[0]] = dict(release.stated.settings)
     return replace(companions, config=config)
+
+
+def _quantise_blocks(merge: Merge) -> Merge:
+    """Quantise the weights that transformers quantises of the model of config.json."""
+    if merge.companions.config is None or not merge.companions.may_copy_config:
+        raise UsageError(
+            QUANTISE,
+            "needs the model's config.json, which states which weights are linear layers",
+            "pass a directory that contains it: --hf-dir DIR",
+        )
+    if not library.is_installed():
+        raise UsageError(QUANTISE, "needs transformers, which is not installed", library.INSTALL)
+    from reshard.model import fp8_modules
+
+    config = remove_statement(merge.companions.config)
+    shapes, modules = fp8_modules.choose(config, _BLOCK)
+    both = [fqn for fqn in merge.weights.kept_fp32 if fqn in shapes]
+    if both:
+        raise UsageError(
+            "--keep-fp32",
+            f"matches {some(both)}, which {QUANTISE} writes as codes",
+            "leave out one of the two options, or change the regular expression",
+        )
+    kept, written, pairs, others = tiles.KeptScales(), [], [], []
+    for entry, dtype in merge.weights.tensors:
+        if entry.fqn in shapes:
+            pairs.append(_build_pair(entry, shapes[entry.fqn]))
+            written += [(part, part.dtype) for part in tiles.quantise(entry, pairs[-1], kept)]
+            continue
+        written.append((entry, dtype))
+        if len(entry.shape) > 1:
+            others.append(entry.fqn)
+    if not pairs:
+        raise UsageError(
+            QUANTISE,
+            f"the model of config.json has no linear layer of whole blocks ({_BLOCK} x {_BLOCK})"
+            f" among the weights: {some(others)}",
+            "pass the config of this model with --hf-dir DIR, or leave the option out",
+        )
+    merge.notes.derived.append(
+        f"{counted(len(pairs), 'weight')} quantised to fp8 (blocks of {_BLOCK} x {_BLOCK} with"
+        f" {FLOAT32} scales); not quantised: {some(others)}"
+    )
+    # The list replaces the modules that transformers leaves out by itself, so it has these as well.
+    # A parameter of another name than "weight" is not a linear layer's, but a layer may be below.
+    modules += [fqn.removesuffix(".weight") for fqn in others if fqn.endswith(".weight")]
+    statement = _SETTINGS | {"modules_to_not_convert": sorted({*modules})}
+    return replace(
+        merge,
+        weights=replace(merge.weights, tensors=written),
+        companions=replace(merge.companions, config=config | {KEYS[0]: statement}),
+        worker_nbytes=merge.worker_nbytes + max(map(tiles.count_worker_nbytes, pairs)),
+    )
+
+
+def _build_pair(entry: Entry, shape: Index) -> QuantisedPair:
+    """Return codes and scales that no file stores.
+
+    Raises:
+        UsageError: the weight is not that of the model.
+    """
+    if entry.shape != shape or entry.dtype.family != "float":
+        raise UsageError(
+            QUANTISE,
+            f"{entry.fqn!r} is {entry.dtype} of shape {entry.shape}, but the model of config.json"
+            f" has floats of shape {shape}",
+            "pass the config of this model with --hf-dir DIR",
+        )
+    (rows, columns), block = shape, (_BLOCK, _BLOCK)
+    grid, file = (rows // _BLOCK, columns // _BLOCK), entry.chunks[0].file
+    codes = Entry(entry.fqn, PARAM, E4M3, shape, ())
+    scales = Entry(f"{entry.fqn}_scale_inv", PARAM, FLOAT32, grid, ())
+    at, scales_at = (contiguous(file, 0, e.dtype, whole(e.shape)) for e in (codes, scales))
+    weight = Scaled(entry.fqn, at, scales_at, 1, rows, columns, block, E4M3.name)
+    return QuantisedPair(entry.fqn, shape, codes, scales, weight)
