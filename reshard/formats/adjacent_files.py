@@ -140,7 +140,7 @@ def describe_recipe(location: Location) -> list[str]:
         return []
     note = (
         f"{recipe} contains the optimizer of torchtune's last epoch under torchtune's names, and"
-        " was not read; if the weights have the same names, pass its directory as a second source"
+        " was not read: pass its directory as a second source"
     )
     return [note]
 

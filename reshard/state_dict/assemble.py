@@ -61,6 +61,8 @@ from reshard.training.optimizers import SETTINGS
 from reshard.units import some
 
 ANOTHER = "another state dict"  # of a model that is not read, in `Manifest.unread`
+# The beginning of a note, which `formats.pytorch.torchtune` takes back.
+NOT_AMONG_WEIGHTS = "optimizer state of parameters that are not among the weights"
 _LISTED = 6
 _OPEN_END = (
     "no file states how many ranks saved: there are shards of {}, and each tensor is taken to end"
@@ -506,7 +508,7 @@ def _collect_notes(
         shown = some(unknown, _LISTED)
         held = any(entry.fqn in names for one in read for entry in one.entries)
         why = "" if held else f" (the weights have other names: {some(sorted(names), 2)})"
-        yield f"optimizer state of parameters that are not among the weights: {shown}{why}"
+        yield f"{NOT_AMONG_WEIGHTS}: {shown}{why}"
     if parts.other_models:
         shown = some([*parts.other_models], _LISTED)
         yield f"the checkpoint has other state dicts, which --key NAME selects: {shown}"

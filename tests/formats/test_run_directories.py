@@ -465,6 +465,41 @@ def test_torchtune_names_a_whole_model_like_a_shard(tmp_path):
         reshard.inspect(tmp_path / "epoch_0")
 
 
+@pytest.mark.parametrize("name", ["attn.q_proj.weight", "attn.q_proj.lora_b.weight"])
+def test_torchtunes_optimizer_beside_published_weights(name, tmp_path):
+    """Its rows of query and key lie in pairs for the rotation, those of the weights in halves."""
+    halves = torch.randn(8, 6)  # two heads of four rows
+    pairs = halves.view(2, 2, 2, 6).transpose(1, 2).reshape(8, 6)
+    places = [tmp_path / "epoch_0", tmp_path / "recipe_state"]
+    for place in places:
+        place.mkdir()
+    fqn = "model.layers.0.self_attn.q_proj.weight"
+    file = "model-00001-of-00001.safetensors"
+    save_file({fqn: torch.ones(8, 6)}, places[0] / file)
+    index = json.dumps({"weight_map": {fqn: file}})
+    (places[0] / "model.safetensors.index.json").write_text(index)
+    config = {"model_type": "llama", "hidden_size": 8, "num_attention_heads": 2}
+    (places[0] / "config.json").write_text(json.dumps(config))
+    own = f"layers.0.{name}"
+    slots = {"step": torch.tensor(4.0), "exp_avg": pairs, "exp_avg_sq": pairs + 20}
+    optimizer = {"state": {own: slots}, "param_groups": [{"lr": 0.1, "params": [own]}]}
+    torch.save({"optimizer": optimizer, "epochs_run": 1}, places[1] / "recipe_state.pt")
+    with reshard.open(places) as checkpoint:
+        train, (warning,) = checkpoint.manifest.train, checkpoint.manifest.warnings
+        if "lora" in name:
+            assert "that are not among the weights: layers.0" in warning
+            return
+        assert "torchtune's names and order of rows" in warning
+        assert torch.equal(checkpoint.optimizer("exp_avg")[fqn][...], halves)
+        assert torch.equal(checkpoint.optimizer("exp_avg_sq")[fqn][...], halves + 20)
+        assert (train.optimizer_step, train.param_groups[0].fqns) == ({fqn: 4.0}, (fqn,))
+        assert not checkpoint.manifest.frozen
+    torch.save({"optimizer": optimizer, "epochs_run": 2}, places[1] / "recipe_state.pt")
+    assert "recipe_state.pt is of the end of epoch_1" in " ".join(
+        reshard.inspect(places).manifest.warnings
+    )
+
+
 def test_a_data_loader_of_torch_is_no_unknown_class(tmp_path):
     """LitGPT saves its data loader whole unless that has a state dict."""
     loader = torch.utils.data.DataLoader([1, 2])

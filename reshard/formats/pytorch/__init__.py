@@ -9,6 +9,7 @@ name these parts; their content is identified by its structure (`state_dict.sect
     lost_files  errors that name the files of ranks that are missing
     stages      the pipeline stages among them, joined
     reader      every part in a directory as one manifest
+    torchtune   its optimizer, under the names of the weights
     provenance  the framework and the step that the parts' names state
     layouts     the layouts that PyTorch-native training loads
 

@@ -23,7 +23,7 @@ from reshard.formats import adjacent_files, huggingface, run_directory
 from reshard.formats.dcp import directory as dcp
 from reshard.formats.dcp import hf_shards, reader
 from reshard.formats.huggingface import reader as of_huggingface
-from reshard.formats.pytorch import directory, provenance
+from reshard.formats.pytorch import directory, provenance, torchtune
 from reshard.formats.pytorch.directory import (
     find_dcp_parts,
     is_optimizer_folder,
@@ -142,8 +142,9 @@ def read(
         return replace(manifest, train=train)
     train = replace(train, rng_files=adjacent_files.list_random_files(location))
     notes = [*adjacent_files.describe_recipe(location), *directory.describe_stage(location)]
-    notes += _describe_missing_optimizer(manifest)
+    notes += [*_describe_missing_optimizer(manifest), *torchtune.compare_epochs(manifest)]
     manifest = replace(manifest, train=train, warnings=(*manifest.warnings, *notes))
+    manifest = torchtune.name_optimizer(manifest)
     manifest = adjacent_files.add_kept_files(manifest, location)
     models = sum(kind == assemble.ANOTHER for kind in manifest.unread.values()) + 1
     number = sections.parse_number(tuple((key or "").split(".")))
