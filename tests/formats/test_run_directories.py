@@ -500,6 +500,25 @@ def test_torchtunes_optimizer_beside_published_weights(name, tmp_path):
     )
 
 
+@pytest.mark.parametrize("name", ["model.embed_tokens.weight", "tok_embeddings.weight"])
+def test_torchtunes_optimizer_by_index_beside_published_weights(name, tmp_path):
+    """The rows of the optimizer are those of the model in memory, whatever its shapes fit."""
+    places = [tmp_path / "epoch_0", tmp_path / "recipe_state"]
+    for place in places:
+        place.mkdir()
+    torch.save({name: torch.ones(8, 6)}, places[0] / "model-00001-of-00001.bin")
+    slots = {"step": torch.tensor(4.0), "exp_avg": torch.ones(8, 6)}
+    optimizer = {"state": {0: slots}, "param_groups": [{"lr": 0.1, "params": [0]}]}
+    torch.save({"optimizer": optimizer, "epochs_run": 1}, places[1] / "recipe_state.pt")
+    if name == "tok_embeddings.weight":
+        with reshard.open(places) as checkpoint:
+            assert checkpoint.optimizer("exp_avg").keys() == {name}
+        return
+    with pytest.raises(UnsupportedError, match="torchtune's optimizer by index"):
+        reshard.inspect(places)
+    assert reshard.inspect(places[0]).manifest.weight_shapes == {name: (8, 6)}
+
+
 def test_a_data_loader_of_torch_is_no_unknown_class(tmp_path):
     """LitGPT saves its data loader whole unless that has a state dict."""
     loader = torch.utils.data.DataLoader([1, 2])

@@ -144,6 +144,7 @@ def read(
     notes = [*adjacent_files.describe_recipe(location), *directory.describe_stage(location)]
     notes += [*_describe_missing_optimizer(manifest), *torchtune.compare_epochs(manifest)]
     manifest = replace(manifest, train=train, warnings=(*manifest.warnings, *notes))
+    torchtune.refuse_numbers(manifest, root)
     manifest = torchtune.name_optimizer(manifest)
     manifest = adjacent_files.add_kept_files(manifest, location)
     models = sum(kind == assemble.ANOTHER for kind in manifest.unread.values()) + 1

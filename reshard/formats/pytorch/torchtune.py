@@ -9,18 +9,21 @@ Source: torchtune 0.6.1 ``training/checkpointing/_checkpointer.py`` (``FullModel
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import PurePath
+from typing import Any
 
 from reshard.containers.json_files import read_json_object
 from reshard.core.manifest import WEIGHT_KINDS, Manifest, TrainState
-from reshard.errors import UsageError
+from reshard.errors import UnsupportedError, UsageError
 from reshard.layouts.model_parallel import names
 from reshard.layouts.model_parallel.architecture import Architecture
 from reshard.layouts.model_parallel.rules import load_table
 from reshard.state_dict.assemble import NOT_AMONG_WEIGHTS
 from reshard.training.companion_files import find_config
 
+_EMBEDDING = "model.embed_tokens.weight"  # Hugging Face's name
 _EPOCH = re.compile(r"epoch_(\d+)")
 _RENAMED = (
     "the optimizer has torchtune's names and order of rows: it is read with those of the weights,"
@@ -68,6 +71,28 @@ def name_optimizer(manifest: Manifest) -> Manifest:
         frozen=manifest.frozen - named,
         warnings=(*kept, _RENAMED),
     )
+
+
+def refuse_numbers(manifest: Manifest, root: Mapping[str, Any]) -> None:
+    """Refuse an optimizer by index beside weights with Hugging Face's names.
+
+    ``full_finetune_single_device`` saves ``optimizer.state_dict()``. Its numbers are in the order
+    of the model in memory, and so are its rows: shapes that fit the published model prove nothing.
+
+    Raises:
+        UnsupportedError: the checkpoint is of this kind, and the numbers were given names.
+    """
+    recipe = root.get("recipe_state")
+    optimizer = recipe.get("optimizer") if isinstance(recipe, dict) else None
+    state = optimizer.get("state") if isinstance(optimizer, dict) else None
+    is_numbered = isinstance(state, dict) and any(isinstance(key, int) for key in state)
+    if is_numbered and manifest.has_optimizer and _EMBEDDING in manifest.weight_shapes:
+        raise UnsupportedError(
+            manifest.origin.path,
+            "has torchtune's optimizer by index, in the order of torchtune's model, beside weights"
+            " with the names and rows of Hugging Face's",
+            "pass only the directory of the weights, or save with FullModelTorchTuneCheckpointer",
+        )
 
 
 def compare_epochs(manifest: Manifest) -> list[str]:
