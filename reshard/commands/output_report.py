@@ -19,6 +19,12 @@ if TYPE_CHECKING:
     from reshard.commands.forecast import Forecast
 
 
+_NOT_CHECKED = (
+    "--trust none: nothing checked that the files are of one save, and each of its own rank; files"
+    " that do not belong together make a wrong output"
+)
+
+
 class WriteResult(NamedTuple):
     """The result of writing an output.
 
@@ -88,6 +94,8 @@ class OutputReport(Report):
         return "not read back" + (" (--no-verify)" if "verify" in self.options else "")
 
     def _list_identity(self) -> Iterator[str]:
+        if self.identity is not None and self.identity.trust == "none":
+            return iter([format_row("warning", _NOT_CHECKED)])
         return format_list("identity", [str(self.identity)] if self.identity else [], DetailLine)
 
     def _list_timing(self) -> Iterator[str]:

@@ -17,6 +17,7 @@ from reshard.checks.identity import check_identity
 from reshard.checks.identity.claims import find_conflicts
 from reshard.checks.identity.counters import find_counter_conflicts
 from reshard.cli import cli
+from reshard.commands.lines import DetailLine
 from reshard.core.manifest import MASTER
 from reshard.errors import CorruptError
 from tests.judged import mutations
@@ -223,6 +224,15 @@ def test_verify_and_inspect_name_the_file(zero):
     assert any(
         "is expected at this path" in text for text in reshard.inspect(zero).to_dict()["warnings"]
     )
+
+
+def test_the_report_warns_if_nothing_was_compared(zero, tmp_path):
+    for report in (
+        reshard.merge(zero, tmp_path / "out.safetensors", trust="none"),
+        reshard.split(zero, tmp_path / "split", world_size=1, trust="none"),
+    ):
+        shown = [line for line in report.lines() if type(line) is not DetailLine]
+        assert any(line.startswith("warning     --trust none: nothing checked") for line in shown)
 
 
 def test_the_report_says_what_was_compared(zero, tmp_path):

@@ -42,6 +42,8 @@ class AverageReport(OutputReport):
     other_identities: list[Identity] = field(default_factory=list)
 
     def _list_identity(self) -> Iterator[str]:
+        if self.identity is not None and self.identity.trust == "none":
+            return super()._list_identity()
         counts = Counter(map(str, filter(None, (self.identity, *self.other_identities))))
         lines = [
             f"{count} of {len(self.sources)} checkpoints: {text}" for text, count in counts.items()
