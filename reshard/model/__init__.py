@@ -60,14 +60,8 @@ class ModelHint(NamedTuple):
         """
         if self.known is not None:
             return self.known
-        try:
+        with optional.needed_for(f"building the model of {self.model}", library.INSTALL):
             return self._build(units)
-        except ModuleNotFoundError as error:
-            purpose = f"building the model of {self.model}"
-            missing = optional.explain(error, purpose, library.INSTALL)
-            if missing is None:
-                raise
-            raise missing from error
 
     def _build(self, units: Iterable[str]) -> ModelShapes:
         if self.by_blocks and self.wrap is None:

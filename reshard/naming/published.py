@@ -20,6 +20,7 @@ from reshard.errors import UnsupportedError, UsageError
 from reshard.model import library
 from reshard.model.adapter_names import find_saved_names
 from reshard.naming.options import Names
+from reshard.system import optional
 from reshard.training.companion_files import find_config, is_embedding
 from reshard.units import some
 
@@ -123,9 +124,7 @@ def choose_form(manifest: Manifest, config: ModelConfig | None, names: Names | N
     if not library.is_installed():
         if names is None:  # a config without a file is of weights that a table has renamed
             return ChosenForm(manifest, warnings=(_NOT_INSTALLED,) if config.path else ())
-        raise UsageError(
-            f"--names {names}", "needs transformers, which is not installed", library.INSTALL
-        )
+        raise optional.build_error("transformers", f"--names {names}", library.INSTALL)
     if names is None and not _may_differ(manifest, config.content):
         return ChosenForm(manifest)
     try:

@@ -32,17 +32,18 @@ def explain(
     library = (error.name or "").partition(".")[0]
     if not library or library in _OWN:
         return None
-    return _build_error(library, purpose, remedy)
+    return build_error(library, purpose, remedy)
 
 
-def _build_error(library: str, purpose: str, remedy: str = "") -> MissingModuleError:
+def build_error(library: str, purpose: str, remedy: str = "") -> MissingModuleError:
+    """Return the error for a library that is not installed; the arguments are as in `explain`."""
     problem = f"needs {library}, which is not installed"
     return MissingModuleError(purpose, problem, remedy or install(library))
 
 
 @contextmanager
-def needed_for(purpose: str) -> Iterator[None]:
-    """Name the library that an import in the block lacks.
+def needed_for(purpose: str, remedy: str = "") -> Iterator[None]:
+    """Name the library that an import in the block lacks; the arguments are as in `explain`.
 
     Raises:
         MissingModuleError: a library is not installed.
@@ -50,7 +51,7 @@ def needed_for(purpose: str) -> Iterator[None]:
     try:
         yield
     except ModuleNotFoundError as error:
-        explained = explain(error, purpose)
+        explained = explain(error, purpose, remedy)
         if explained is None:
             raise
         raise explained from error
@@ -63,4 +64,4 @@ def require(library: str, purpose: str) -> None:
         MissingModuleError: it is not installed.
     """
     if find_spec(library) is None:
-        raise _build_error(library, purpose)
+        raise build_error(library, purpose)
