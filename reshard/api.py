@@ -97,7 +97,7 @@ def _with_keywords(function: Callable[..., _Result], kind: Callable[..., Any]) -
     """Return the function with the fields of its last argument's dataclass as keywords."""
     own = introspection.signature(function)
     known = introspection.signature(kind).parameters
-    keywords = [each for each in known.values() if each.name != "team"]  # the launcher's, no user's
+    keywords = [each for each in known.values() if each.name != "team"]  # a launcher sets it
     *paths, _ = own.parameters.values()
 
     @functools.wraps(function)

@@ -61,6 +61,7 @@ class Job(Generic[R]):
         check: reads the headers of the written files and compares them with the plan.
         save_id: what the files state about the source and the options they were written with;
             empty: nothing.
+        stores_masters: whether the output has master weights beside the module's.
         worker_nbytes: the memory that a worker needs to compute values (means, products, codes),
             besides its buffers, in bytes.
     """
@@ -72,6 +73,7 @@ class Job(Generic[R]):
     report: R
     check: CheckOutput
     save_id: str = ""
+    stores_masters: bool = False
     worker_nbytes: int = 0
 
 
@@ -131,7 +133,7 @@ def convert(
                 report.forecast = forecast_job(job, output, options)
             write_page(
                 options,
-                lambda: _build_page(report.to_dict(), job.shown, job.skeleton),
+                lambda: _build_page(report.to_dict(), job),
                 written=report.destination if report.done else "",
             )
     return report
@@ -315,20 +317,19 @@ def _refuse_overflow(outcome: Outcome, skeleton: Skeleton) -> None:
     )
 
 
-def _build_page(document: Mapping[str, Any], manifest: Manifest, skeleton: Skeleton) -> Page:
+def _build_page(document: Mapping[str, Any], job: Job[Any]) -> Page:
     """Build the page of a report: the source and the output.
 
     Args:
         document: ``to_dict()`` of the report.
     """
     from reshard.commands.inspect import Inspection
-    from reshard.formats import registry
     from reshard.html import pages
 
-    target = document.get("target", "").partition(" ")[0]
-    has_masters = bool(target) and registry.find_writer(target).stores_masters
-    facts = Inspection(manifest).to_dict()
-    return pages.build_output_page(document, facts, manifest, skeleton, has_masters=has_masters)
+    facts = Inspection(job.shown).to_dict()
+    return pages.build_output_page(
+        document, facts, job.shown, job.skeleton, has_masters=job.stores_masters
+    )
 
 
 def check_skeleton(skeleton: Skeleton) -> None:

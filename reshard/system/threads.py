@@ -207,8 +207,8 @@ def map_files(items: Iterable[T], act: Callable[[T], R]) -> list[R]:
     """Return `act` of every item, in order, where `act` reads the structure of a file.
 
     On a network, opening a file takes several round trips. So once calls have waited much longer
-    than they compute, threads make the others, and for a moment those of other lists. Local files
-    are read faster without threads.
+    than they compute, threads make the remaining ones; for the next two seconds, calls for other
+    lists begin with threads. Local files are read faster without threads.
 
     Raises:
         Exception: what `act` raises for the first of the items for which it raises an error.

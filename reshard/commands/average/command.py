@@ -230,6 +230,7 @@ def _plan_layout(
         plan=job.plan,
         report=layout.SplitAverage(**facts),
         check=job.check,
+        stores_masters=job.stores_masters,
         worker_nbytes=means.merge.computed_nbytes,
     )
 

@@ -99,6 +99,7 @@ def plan_split(
         report=describe_split(split, plan),
         check=partial(read_back.check, split),
         save_id=split.state.save.save_id if split.state.save else "",
+        stores_masters=split.writer.stores_masters,
     )
 
 
