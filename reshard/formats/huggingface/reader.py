@@ -125,7 +125,8 @@ def _read_chosen(path: Path, rules: Path | None) -> Manifest:
     table = load_rules(rules, (entry.fqn for entry in manifest.entries.values()))
     if table is None:
         return replace(manifest, warnings=(*manifest.warnings, describe_slices(path, slices)))
-    return join_slices(slices, [_read_file(slices[number]) for number in sorted(slices)], table)
+    ranks = map_files([slices[number] for number in sorted(slices)], _read_file)
+    return join_slices(slices, ranks, table)
 
 
 def _read_file(path: Path) -> Manifest:

@@ -17,6 +17,7 @@ from reshard.core.box import Index
 from reshard.core.location import list_missing_ranks, name_missing
 from reshard.core.manifest import Manifest
 from reshard.errors import FETCH_MISSING, IncompleteError, ReshardError
+from reshard.system.threads import map_files
 from reshard.units import some
 
 if TYPE_CHECKING:  # loaded late: most models are read without rules
@@ -36,9 +37,9 @@ def find_slices(path: Path, files: Iterable[Path]) -> dict[int, Path]:
     like = [p for p in files if p != path and _NUMBER.sub("#", p.name) == form]
     stored = set(safetensors.read(path).tensors) if like else set()
     found, places = {path: numbers}, set()
-    for other in like:
+    for other, names in zip(like, map_files(like, _read_names), strict=True):
         others = _NUMBER.findall(other.name)
-        if _read_names(other) == stored:
+        if names == stored:
             found[other] = others
             places |= {at for at, text in enumerate(others) if text != numbers[at]}
     if len(found) == 1 or len(places) != 1:
