@@ -46,50 +46,36 @@ _Report_co = TypeVar("_Report_co", covariant=True)
 
 
 class _OfPath(Protocol[_P, _Report_co]):
-    """A function of one checkpoint."""
-
     def __call__(self, path: Paths, *args: _P.args, **options: _P.kwargs) -> _Report_co: ...
 
 
 class _OfSource(Protocol[_P, _Report_co]):
-    """A function of one checkpoint, its source."""
-
     def __call__(self, source: Paths, *args: _P.args, **options: _P.kwargs) -> _Report_co: ...
 
 
 class _OfAnySource(Protocol[_P, _Report_co]):
-    """A function of one checkpoint, or of none."""
-
     def __call__(
         self, source: Paths | None = None, *args: _P.args, **options: _P.kwargs
     ) -> _Report_co: ...
 
 
 class _OfOnePath(Protocol[_P, _Report_co]):
-    """A function of one checkpoint in one directory."""
-
     def __call__(self, source: str | Path, *args: _P.args, **options: _P.kwargs) -> _Report_co: ...
 
 
 class _ToDestination(Protocol[_P, _Report_co]):
-    """A function that writes a checkpoint made from another one."""
-
     def __call__(
         self, source: Paths, destination: str | Path, *args: _P.args, **options: _P.kwargs
     ) -> _Report_co: ...
 
 
 class _ManyToDestination(Protocol[_P, _Report_co]):
-    """A function that writes a checkpoint made from several others."""
-
     def __call__(
         self, sources: Paths, destination: str | Path, *args: _P.args, **options: _P.kwargs
     ) -> _Report_co: ...
 
 
 class _OfTwo(Protocol[_P, _Report_co]):
-    """A function of two checkpoints."""
-
     def __call__(self, a: Paths, b: Paths, *args: _P.args, **options: _P.kwargs) -> _Report_co: ...
 
 
@@ -97,13 +83,19 @@ def _with_keywords(function: Callable[..., _Result], kind: Callable[..., Any]) -
     """Return the function with the fields of its last argument's dataclass as keywords."""
     own = introspection.signature(function)
     known = introspection.signature(kind).parameters
-    keywords = [each for each in known.values() if each.name != "team"]  # a launcher sets it
+    keywords = [
+        parameter for parameter in known.values() if parameter.name != "team"
+    ]  # a launcher sets it
     *paths, _ = own.parameters.values()
 
     @functools.wraps(function)
     def call(*args: Any, **values: Any) -> _Result:
         # Paths can be passed by keyword as well; all other keywords are options.
-        given = {each.name: values.pop(each.name) for each in paths if each.name in values}
+        given = {
+            parameter.name: values.pop(parameter.name)
+            for parameter in paths
+            if parameter.name in values
+        }
         for name in values:
             if name not in known:
                 raise TypeError(_explain_keyword(function.__name__, name, kind))
@@ -115,11 +107,10 @@ def _with_keywords(function: Callable[..., _Result], kind: Callable[..., Any]) -
 
 
 def _describe_keywords(kind: Any) -> Iterator[str]:
-    """Yield a line of documentation for each option, as `help` shows it."""
-    for name, group in groupby(options_of(kind), key=lambda each: each.within or each.name):
+    for name, group in groupby(options_of(kind), key=lambda option: option.within or option.name):
         described = list(group)
         if described[0].within:
-            fields = ", ".join(each.name for each in described)
+            fields = ", ".join(option.name for option in described)
             yield f"        {name}: reshard.{_name_class(kind, name)}({fields})."
         else:
             text, is_negated = described[0].declared.help, described[0].flags[0] == f"--no-{name}"
@@ -130,14 +121,16 @@ def _explain_keyword(function: str, name: str, kind: Any) -> str:
     from difflib import get_close_matches  # only an error needs it
 
     flag = f"--{name.replace('_', '-')}"
-    named = [each for each in options_of(kind) if flag in each.flags]
+    named = [option for option in options_of(kind) if flag in option.flags]
     # An option can be named by its flag, or be a field of a nested dataclass.
     right = [
-        f"{each.within}=reshard.{_name_class(kind, each.within)}({each.name}=...)"
-        if each.within
-        else each.name
-        for each in named
-    ] or get_close_matches(name, [each.name for each in options_of(kind) if not each.within], 1)
+        f"{option.within}=reshard.{_name_class(kind, option.within)}({option.name}=...)"
+        if option.within
+        else option.name
+        for option in named
+    ] or get_close_matches(
+        name, [option.name for option in options_of(kind) if not option.within], 1
+    )
     advice = f"did you mean {right[0]}?" if right else f"help(reshard.{function}) lists them"
     return f"reshard.{function}() got an unexpected keyword argument {name!r}; {advice}"
 

@@ -80,7 +80,9 @@ def load_checkpoint(  # noqa: PLR0913 - the arguments of DeepSpeed's method
     Raises:
         ReshardError: on every rank; the engine is unchanged if no rank had begun to load.
     """
-    _refuse_engine(engine)
+    config = engine._config._param_dict  # noqa: SLF001 - no public name
+    refuse_config(config)
+    _refuse_swaps(engine)
     # At stage 3 the weights are in the optimizer's files alone.
     leaves_optimizer = engine.zero_optimization_partition_weights() and (
         load_module_only or not load_optimizer_states
@@ -90,14 +92,13 @@ def load_checkpoint(  # noqa: PLR0913 - the arguments of DeepSpeed's method
         options = {"init_optimizer": "zeros", **options}
     weights_only = load_module_only and not leaves_optimizer
     choice = _choose_options(engine, options, tag=tag, weights_only=weights_only)
-    config = engine._config._param_dict  # noqa: SLF001 - no public name
     target = replace(
         describe_program(engine.module, _list_groups(engine)),
         config=config,
         batch=_find_batch(engine),
     )
     with open_live_files(load_dir, choice, target, workers=workers) as live:
-        log_report(live.report)
+        log_report(live.planned.report)
         with ExitStack() as stack:
             folder = stack.enter_context(create_names(live.files))
             loader = _MemoryEngine(live.files, folder, engine.checkpoint_engine)
@@ -131,11 +132,11 @@ def load_checkpoint(  # noqa: PLR0913 - the arguments of DeepSpeed's method
             has_slots=loads_all,
         )
         compare_files(blocks, live)
-        return live.report.source, client_state
+        return live.planned.report.source, client_state
 
 
 def _offloads_optimizer_to_nvme(engine: Any) -> bool:
-    # DeepSpeed 0.16.9 has the method, 0.16.0 does not; `_refuse_engine` refuses its engines with
+    # DeepSpeed 0.16.9 has the method, 0.16.0 does not; `_refuse_swaps` refuses its engines with
     # an optimizer in files, whose own load is another.
     method = getattr(engine, "zero_nvme_offload_optimizer", None)
     return method is not None and bool(method())
@@ -147,26 +148,38 @@ def _find_batch(engine: Any) -> LiveBatch:
 
 
 def _discard_second_partitions(engine: Any) -> None:
-    """Discard the second partitions of frozen parameters, which hold the values before the load.
-
-    With ``zero_hpz_partition_size``, stage 3 gathers a parameter from such a partition and makes
-    it again if there is none. DeepSpeed 0.19.8 discards only those of trained parameters
-    (``runtime/zero/stage3.py``, ``invalidate_secondary_tensor``).
-    """
+    # With ``zero_hpz_partition_size``, stage 3 gathers a parameter from such a partition and makes
+    # it again if there is none. DeepSpeed 0.19.8 discards only those of trained parameters
+    # (``runtime/zero/stage3.py``, ``invalidate_secondary_tensor``).
     for parameter in engine.module.parameters():
         if not parameter.requires_grad and hasattr(parameter, "ds_secondary_tensor"):
             parameter.ds_secondary_tensor = None
 
 
-def _refuse_engine(engine: Any) -> None:
-    """Refuse engines whose load reads files beside those of its checkpoint engine."""
-    if engine.load_universal_checkpoint():
+def refuse_config(config: Mapping[str, Any]) -> None:
+    """Refuse a configuration with which DeepSpeed expects other files than those of `split`.
+
+    Raises:
+        UnsupportedError: naming the setting.
+    """
+    from reshard.formats.deepspeed.order import get_section
+
+    if get_section(config, "checkpoint").get("load_universal"):
         raise UnsupportedError(
             "load_universal",
             "is set in the engine's configuration, so that DeepSpeed expects a universal"
             " checkpoint",
             'remove it from the section "checkpoint": reshard needs no universal checkpoint',
         )
+    if get_section(config, "expert_parallel").get("enabled"):
+        raise UnsupportedError(
+            "expert_parallel",
+            "is enabled in the engine's configuration, but reshard does not write AutoEP's files",
+            "leave it out of the configuration",
+        )
+
+
+def _refuse_swaps(engine: Any) -> None:
     swaps = getattr(engine.optimizer, "swap_optimizer", False)
     if swaps and not hasattr(engine, "zero_nvme_offload_optimizer"):
         raise UnsupportedError(
@@ -179,7 +192,6 @@ def _refuse_engine(engine: Any) -> None:
 def _choose_options(
     engine: Any, options: Mapping[str, Any], *, tag: str | None, weights_only: bool
 ) -> SplitOptions:
-    """Return the options of `split` that lay out the files which the engine reads."""
     from torch import distributed as dist
 
     decided = {
@@ -192,11 +204,14 @@ def _choose_options(
     }
     if engine.mp_world_size > 1:
         decided["tp"] = engine.mp_world_size
+    # Layers with different numbers of ranks keep those of the source.
+    sizes = {m.ep_size for m in engine.module.modules() if hasattr(m, "deepspeed_moe")}
+    if len(sizes) == 1:
+        decided["ep"] = sizes.pop()
     return SplitOptions(**read_options(options, decided))
 
 
 def _name_precision(engine: Any) -> str:
-    """Return the dtype of the module's parameters as an option names it."""
     if engine.bfloat16_enabled():
         return "bf16"
     return "fp16" if engine.fp16_enabled() else "fp32"
@@ -234,12 +249,7 @@ def _list_groups(engine: Any) -> list[dict[str, Any]]:
 
 
 class _MemoryEngine:
-    """The part of a ``CheckpointEngine`` that ``load_checkpoint`` uses: it loads from memory.
-
-    Args:
-        folder: the directory in which DeepSpeed looks for the files by name.
-        own: the engine's own checkpoint engine, for everything else.
-    """
+    """The part of a ``CheckpointEngine`` that ``load_checkpoint`` uses: it loads from memory."""
 
     def __init__(self, files: OnDemandFiles, folder: Path, own: Any) -> None:
         self._files = files
@@ -273,12 +283,9 @@ class _MemoryEngine:
 
 @contextmanager
 def _load_weights_only(engine: Any, folder: Path) -> Iterator[None]:
-    """Let an engine at stage 3 load its partitions of the weights alone, within this block.
-
-    DeepSpeed itself would gather all weights in fp32 on every rank. Its optimizer can load the fp32
-    partitions without the state beside them (DeepSpeed 0.19.8 ``zero/stage3.py``,
-    ``_rigid_load_state_dict``); with ``load_module_only`` the engine would skip even that.
-    """
+    # DeepSpeed itself would gather all weights in fp32 on every rank. Its optimizer can load the
+    # fp32 partitions without the state beside them (DeepSpeed 0.19.8 ``zero/stage3.py``,
+    # ``_rigid_load_state_dict``); with ``load_module_only`` the engine would skip even that.
     optimizer, own = engine.optimizer, engine._load_zero_checkpoint  # noqa: SLF001 - no public name
 
     def load_weights(load_dir: str, tag: str, **_: Any) -> Any:
@@ -297,7 +304,6 @@ def _load_weights_only(engine: Any, folder: Path) -> Iterator[None]:
 
 
 def _find_error(files: OnDemandFiles) -> ReshardError | None:
-    """Return the error in the bytes that this rank has read, or None."""
     try:
         files.check()
     except ReshardError as error:

@@ -89,7 +89,6 @@ def stamp_engine(engine: Any) -> None:
 
 
 def _add_stamp(state: Any, new: Stamp) -> Any:
-    """Return a shallow copy of a state with the stamp; a state that is not a mapping as it is."""
     if not isinstance(state, Mapping):
         return state
     if not _is_strict(state):
@@ -101,11 +100,8 @@ def _add_stamp(state: Any, new: Stamp) -> Any:
 
 
 def _is_strict(state: Mapping[str, Any]) -> bool:
-    """Return whether a loader refuses or keeps an additional key.
-
-    A module refuses it. DeepSpeed returns the unknown keys of a model states file as
-    ``client_state``, and a resumed run would write them into its next save.
-    """
+    # A module refuses additional keys. DeepSpeed returns the unknown keys of a model states file as
+    # ``client_state``, and a resumed run would write them into its next save.
     import torch
 
     if "ds_version" in state and "module" in state:
@@ -128,11 +124,8 @@ def _make_save_id(step: int | None) -> str:
 
 
 def _find_run_id() -> str:
-    """Return a text that is equal on all ranks of this run and different in every other run.
-
-    ``compare_set`` keeps the text of the first rank that calls it, so no rank waits. Each rank
-    calls it once: the store ends with rank 0, and another rank may save after that.
-    """
+    # ``compare_set`` keeps the text of the first rank that calls it, so no rank waits. Each rank
+    # calls it once: the store ends with rank 0, and another rank may save after that.
     from torch import distributed
 
     if not (distributed.is_available() and distributed.is_initialized()):

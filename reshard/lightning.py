@@ -35,6 +35,7 @@ __all__ = ["open_checkpoint"]
 
 _logger = logging.getLogger("reshard")
 _LOOPS, _SCHEDULERS = "loops", "lr_schedulers"
+_IN_TURN = "_schedulers"  # the states inside that of a torch SequentialLR or ChainedScheduler
 _PREFIX = "meta."  # in the names of the values in the file beside a sharded state dict
 
 
@@ -184,10 +185,7 @@ class _StrategyLoader:
 
 
 def _shows_parameters(strategy: Any) -> bool:
-    """Return whether each parameter of the model has a name and a shape when a checkpoint is read.
-
-    DeepSpeed has cut them by then, and FSDP 1 without ``use_orig_params`` has flattened them.
-    """
+    """Return whether live parameters are whole: not cut by DeepSpeed, not flat as FSDP 1's."""
     if _is_fsdp1(strategy):
         return bool(strategy.kwargs["use_orig_params"])
     return not hasattr(strategy, "deepspeed_engine")
@@ -198,7 +196,7 @@ def _is_fsdp1(strategy: Any) -> bool:
 
 
 def _refuse_average(trainer: Any) -> None:
-    """Refuse a callback that averages weights: it takes its average from the checkpoint's tensors.
+    """Refuse the callback that takes its average from the checkpoint's tensors.
 
     Source: Lightning 2.6 ``callbacks/weight_averaging.py`` (``on_load_checkpoint``).
     """
@@ -212,10 +210,7 @@ def _refuse_average(trainer: Any) -> None:
 
 
 def _build_checkpoint(trainer: Any, manifest: Manifest) -> dict[str, Any]:
-    """Return Lightning's checkpoint without its tensors.
-
-    Source: Lightning 2.6 ``checkpoint_connector.py`` (``dump_checkpoint``).
-    """
+    """Source: Lightning 2.6 ``checkpoint_connector.py`` (``dump_checkpoint``)."""
     from reshard.live.safe_load import load_extra_state
 
     extra = {key.removeprefix(_PREFIX): value for key, value in load_extra_state(manifest).items()}
@@ -237,9 +232,9 @@ def _build_checkpoint(trainer: Any, manifest: Manifest) -> dict[str, Any]:
     if _SCHEDULERS not in checkpoint:
         processes = schedules.count_steps_per_update(manifest.train, manifest.origin.world) or 1
         checkpoint[_SCHEDULERS] = [
-            schedules.scale(each, Fraction(1, processes)).state if processes > 1 else each
-            for each in (scheduler if isinstance(scheduler, list) else [scheduler])
-            if isinstance(each, dict) and "last_epoch" in each
+            schedules.scale(state, Fraction(1, processes)).state if processes > 1 else state
+            for state in (scheduler if isinstance(scheduler, list) else [scheduler])
+            if isinstance(state, dict) and "last_epoch" in state
         ]
     return checkpoint
 
@@ -250,10 +245,7 @@ def _find_version(trainer: Any) -> str:
 
 
 def _count_in_loops(trainer: Any, step: int) -> dict[str, Any]:
-    """Return the state of loops after a number of optimizer steps, at the beginning of an epoch.
-
-    Source: Lightning 2.6 ``loops/training_epoch_loop.py`` (``global_step``), ``loops/progress.py``.
-    """
+    # Source: Lightning 2.6 ``loops/training_epoch_loop.py`` (global_step), ``loops/progress.py``.
     names = ("fit_loop", "validate_loop", "test_loop", "predict_loop")
     loops = {name: copy.deepcopy(getattr(trainer, name).state_dict()) for name in names}
     fit = loops["fit_loop"]
@@ -266,7 +258,6 @@ def _count_in_loops(trainer: Any, step: int) -> dict[str, Any]:
 
 
 def _warn_about_new_loops(trainer: Any, manifest: Manifest, extra: Mapping[str, Any]) -> None:
-    """Warn on rank 0 of what a checkpoint that Lightning did not save cannot restore."""
     if not trainer.is_global_zero:
         return
     clip = find_clip(manifest.train)
@@ -281,22 +272,26 @@ def _warn_about_new_loops(trainer: Any, manifest: Manifest, extra: Mapping[str, 
 
 
 def _set_schedulers(trainer: Any, checkpoint: dict[str, Any]) -> None:
-    configs, states = trainer.lr_scheduler_configs, checkpoint[_SCHEDULERS]
-    if len(states) == len(configs):
+    configs, stored, step = (
+        trainer.lr_scheduler_configs,
+        checkpoint[_SCHEDULERS],
+        checkpoint["global_step"],
+    )
+    states = [dict(config.scheduler.state_dict()) for config in configs]
+    if [_IN_TURN in state for state in stored] == [_IN_TURN in state for state in states]:
         return
-    checkpoint[_SCHEDULERS] = [_count_in_schedule(each, checkpoint) for each in configs]
+    checkpoint[_SCHEDULERS] = states
+    told = []
+    for config, state in zip(configs, states, strict=True):
+        how = "starts at its beginning"
+        if config.interval == "step" and "last_epoch" in state and _IN_TURN not in state:
+            steps = step // config.frequency
+            rates = [group["lr"] for group in config.scheduler.optimizer.param_groups]
+            state |= {"last_epoch": steps, "_step_count": steps + 1, "_last_lr": rates}
+            how = f"is set to step {step}, and keeps the lengths that the program states"
+        told.append(f"; its {type(config.scheduler).__name__} {how}")
     if trainer.is_global_zero:
         _logger.warning(
-            "the checkpoint has the states of %d schedulers, but the trainer has %d: each scheduler"
-            " of the trainer is set to step %d, and keeps the lengths that the program states",
-            *(len(states), len(configs), checkpoint["global_step"]),
+            "the states of %d schedulers in the checkpoint do not fit the trainer, which has %d%s",
+            *(len(stored), len(configs), "".join(told)),
         )
-
-
-def _count_in_schedule(config: Any, checkpoint: Mapping[str, Any]) -> dict[str, Any]:
-    state: dict[str, Any] = dict(config.scheduler.state_dict())
-    if config.interval == "step" and "last_epoch" in state and "_schedulers" not in state:
-        steps = checkpoint["global_step"] // config.frequency
-        rates = [group["lr"] for group in config.scheduler.optimizer.param_groups]
-        state |= {"last_epoch": steps, "_step_count": steps + 1, "_last_lr": rates}
-    return state

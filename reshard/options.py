@@ -93,7 +93,7 @@ def repeat_option(kind: type[Any], name: str, **changed: Any) -> Any:
     Args:
         changed: what differs, as in `Declaration`.
     """
-    declaring = next(each for each in fields(kind) if each.name == name)
+    declaring = next(declaring for declaring in fields(kind) if declaring.name == name)
     declaration = declaring.metadata[_KEY]._replace(**changed)
     return field(default=declaring.default, metadata={_KEY: declaration})
 
@@ -149,8 +149,8 @@ class Option(NamedTuple):
         if self.is_multiple:
             if isinstance(value, (str, bytes)):  # its letters would be taken as the values
                 raise UsageError(f"{self.name}={value!r}", "must be a list", f"pass [{value!r}]")
-            for each in value:
-                self._check_one(each)
+            for item in value:
+                self._check_one(item)
         elif value is not None or not self.is_optional:
             self._check_one(value)
 
@@ -173,11 +173,8 @@ class Option(NamedTuple):
             raise UsageError(f"{self.name}={value!r}", f"must be at most {most}")
 
     def _is_of_type(self, value: Any) -> bool:
-        """Return whether a value has the option's type.
-
-        Only mistakes that Python would accept silently are found. A text option also takes objects,
-        such as a ``torch.dtype``, which the code that uses the option converts.
-        """
+        # Only mistakes that Python would accept silently are found. A text option also takes
+        # objects, such as a ``torch.dtype``, which the code that uses the option converts.
         if self.type is bool:  # "no" is true in Python
             return isinstance(value, bool)
         if self.type is str:
@@ -196,21 +193,20 @@ def options_of(kind: type[Any]) -> tuple[Option, ...]:
 
 def _read_declarations(kind: type[Any]) -> Iterator[Option]:
     hints = get_type_hints(kind)
-    by_name = {each.name: each for each in fields(kind)}
+    by_name = {declaring.name: declaring for declaring in fields(kind)}
     # `fields` lists those of the bases first; help lists a command's own options first.
     names = dict.fromkeys(
         name for base in kind.__mro__ for name in vars(base).get("__annotations__", ())
     )
     for name in names:
-        if name in by_name:
-            yield from _options_of_field(by_name[name], hints[name])
+        yield from _options_of_field(by_name[name], hints[name])
 
 
 def _options_of_field(declaring: Field[Any], hint: Any) -> Iterator[Option]:
     inner = declaring.metadata.get(_NESTED)
     if inner is not None:
-        for each in options_of(inner):
-            yield each._replace(within=declaring.name)
+        for option in options_of(inner):
+            yield option._replace(within=declaring.name)
     declared = declaring.metadata.get(_KEY)
     if declared is None:
         return
@@ -231,10 +227,9 @@ def _options_of_field(declaring: Field[Any], hint: Any) -> Iterator[Option]:
 
 
 def _parts(hint: Any) -> Sequence[Any]:
-    """Return the members of a union type, or the type itself if it is not a union."""
     if get_origin(hint) not in _UNIONS:
         return (hint,)
-    return [part for each in get_args(hint) for part in _parts(each)]
+    return [part for member in get_args(hint) for part in _parts(member)]
 
 
 def build_options(kind: type[_O], values: Mapping[str, Any], **further: Any) -> _O:
@@ -245,8 +240,8 @@ def build_options(kind: type[_O], values: Mapping[str, Any], **further: Any) -> 
         further: fields that are not options.
     """
     inside: dict[str, dict[str, Any]] = {}
-    for each in options_of(kind):
-        inside.setdefault(each.within, {})[each.name] = values[each.name]
+    for option in options_of(kind):
+        inside.setdefault(option.within, {})[option.name] = values[option.name]
     for holder in fields(kind):
         if _NESTED in holder.metadata:
             further[holder.name] = holder.metadata[_NESTED](**inside[holder.name])
@@ -263,17 +258,19 @@ class Options:
         Raises:
             UsageError: a value is not allowed; the message names the option and what it allows.
         """
-        for each in options_of(type(self)):
-            value = None if each.within else getattr(self, each.name)
-            if each.type is Path and isinstance(value, str):
-                object.__setattr__(self, each.name, as_path(value))  # the class is frozen
-        for each, value in self._values():
-            each.check(value)
+        for option in options_of(type(self)):
+            value = None if option.within else getattr(self, option.name)
+            if option.type is Path and isinstance(value, str):
+                object.__setattr__(self, option.name, as_path(value))  # the class is frozen
+        for option, value in self._values():
+            option.check(value)
 
     def given(self) -> dict[str, Any]:
         """Return the options that differ from their defaults, name -> value, for a JSON report."""
         return {
-            each.name: _as_json(value) for each, value in self._values() if value != each.default
+            option.name: _as_json(value)
+            for option, value in self._values()
+            if value != option.default
         }
 
     def refuse_beside(self, flag: str, *names: str) -> None:
@@ -299,9 +296,9 @@ class Options:
         Raises:
             UsageError: one of them is given; the message names it.
         """
-        for each, value in self._values():
-            if each.name in names and _as_json(value) != _as_json(each.default):
-                raise UsageError(each.flags[0], problem, remedy)
+        for option, value in self._values():
+            if option.name in names and _as_json(value) != _as_json(option.default):
+                raise UsageError(option.flags[0], problem, remedy)
 
     def convert_to(self, kind: type[_O], **changed: Any) -> _O:
         """Return options of another command, with the values of those that both commands have.
@@ -309,28 +306,30 @@ class Options:
         Args:
             changed: values that differ.
         """
-        own = {each.name for each in fields(self)}
-        shared = {each.name: getattr(self, each.name) for each in fields(kind) if each.name in own}
+        own = {field.name for field in fields(self)}
+        shared = {
+            field.name: getattr(self, field.name) for field in fields(kind) if field.name in own
+        }
         return kind(**shared | changed)
 
     def shaping_output(self) -> dict[str, Any]:
         """Return the fields on which the bytes of the output depend, name -> value."""
         return {
-            each.name: getattr(self, each.name)
-            for each in fields(self)
-            if _NESTED in each.metadata
-            or (_KEY in each.metadata and each.metadata[_KEY].shapes_output)
+            field.name: getattr(self, field.name)
+            for field in fields(self)
+            if _NESTED in field.metadata
+            or (_KEY in field.metadata and field.metadata[_KEY].shapes_output)
         }
 
     def _values(self) -> Iterator[tuple[Option, Any]]:
-        for each in options_of(type(self)):
-            holder = getattr(self, each.within) if each.within else self
-            yield each, getattr(holder, each.name)
+        for option in options_of(type(self)):
+            holder = getattr(self, option.within) if option.within else self
+            yield option, getattr(holder, option.name)
 
 
 def _as_json(value: Any) -> Any:
     if isinstance(value, Path):
         return str(value)
     if isinstance(value, (list, tuple)):
-        return [_as_json(each) for each in value]
+        return [_as_json(item) for item in value]
     return value

@@ -28,7 +28,7 @@ from reshard.live.comparison import compare_read
 from reshard.live.files import raise_on_all_ranks
 from reshard.live.memory import iterate_model, iterate_optimizer, iterate_state_dict
 from reshard.live.source import read_for_model
-from reshard.units import counted, some
+from reshard.units import abridge, counted
 
 __all__ = ["CheckpointManager"]
 
@@ -124,24 +124,18 @@ def load_states(
 
 
 def _check_adapted(parts: Iterable[Any], left_out: Iterable[str]) -> None:
-    """Refuse an adapter that leaves out parameters, and warn of the buffers that it leaves out.
-
-    Without this, torchtitan 0.3 leaves the experts of its GPT-OSS random: its adapter has other
-    names for them than its model.
-
-    Raises:
-        UnsupportedError: on every rank; a parameter would keep the value that it has.
-    """
+    # Without this, torchtitan 0.3 leaves the experts of its GPT-OSS random: its adapter has other
+    # names for them than its model.
     buffers = {remove_wrappers(name) for part in parts for name, _ in part.named_buffers()}
     kept = sorted(buffers.intersection(left_out))
     if kept:
-        _logger.warning("%s: not loaded: torchtitan's adapter leaves it out", some(kept))
+        _logger.warning("%s: not loaded: torchtitan's adapter leaves it out", abridge(kept))
     lost = sorted(set(left_out) - buffers)
     raise_on_all_ranks(
         UnsupportedError(
             "torchtitan's state dict adapter",
             f"leaves out {counted(len(lost), 'parameter')} of the model, which would keep the"
-            f" values of its initialisation: {some(lost)}",
+            f" values of its initialisation: {abridge(lost)}",
             "give each a Hugging Face name in the adapter, or load a checkpoint that has"
             " torchtitan's names, with initial_load_in_hf=False",
         )

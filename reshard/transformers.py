@@ -19,6 +19,7 @@ from typing import Any
 
 from reshard import formats
 from reshard.accelerate import choose_state_dict_type, find_fsdp_version
+from reshard.deepspeed import refuse_config
 from reshard.errors import UnsupportedError
 from reshard.live.comparison import Loaded, compare_files
 from reshard.live.files import describe_program
@@ -94,7 +95,7 @@ def _iterate_loaded(trainer: Any) -> Iterator[Loaded]:
 
 
 def _list_arguments(arguments: Any) -> dict[str, int]:
-    """Return the arguments that ``trainer_state.json`` repeats, except intervals that are ratios.
+    """Intervals that are ratios are left out.
 
     Source: transformers 5.23 ``trainer_callback.py`` (``TrainerState``; ``compute_steps``: a number
     below 1 is a part of all steps).
@@ -105,7 +106,7 @@ def _list_arguments(arguments: Any) -> dict[str, int]:
 
 
 def _find_batch(trainer: Any) -> LiveBatch | None:
-    """Return the batch of the Trainer's arguments; None if Accelerate divides it over the ranks.
+    """Return None if Accelerate divides the batch over the ranks.
 
     Source: transformers 5.24 ``trainer.py`` (``get_total_train_batch_size``: ranks of tensor,
     context and sequence parallelism share their samples; ``train``: before 5.2, without a test of
@@ -161,14 +162,12 @@ def _get_groups(optimizer: Any) -> Sequence[Mapping[str, Any]]:
 
 
 def _describe_strategy(trainer: Any) -> tuple[dict[str, Any], dict[str, Any] | None]:
-    """Return the options that the Trainer's strategy decides, and DeepSpeed's configuration.
-
-    Source: transformers 5.23 ``trainer.py`` (``is_deepspeed_enabled``, ``is_fsdp_enabled``).
-    """
+    """Source: transformers 5.23 ``trainer.py`` (``is_deepspeed_enabled``, ``is_fsdp_enabled``)."""
     decided: dict[str, Any] = {"to": "hf-trainer", "world_size": trainer.args.world_size}
     state = trainer.accelerator.state
     if trainer.is_deepspeed_enabled:
         plugin = state.deepspeed_plugin
+        refuse_config(plugin.deepspeed_config)
         precision = "bf16" if trainer.args.bf16 else "fp16" if trainer.args.fp16 else "fp32"
         decided |= {"zero_stage": plugin.zero_stage, "dtype": precision}
         return decided, plugin.deepspeed_config

@@ -90,13 +90,13 @@ def find_nearest_divisors(number: int, near: int) -> list[int]:
     """
     small = [n for n in range(1, isqrt(number) + 1) if number % n == 0]
     divisors = {divisor for n in small for divisor in (n, number // n)}
-    return sorted(sorted(divisors, key=lambda each: abs(each - near))[:4])
+    return sorted(sorted(divisors, key=lambda size: abs(size - near))[:4])
 
 
-def some(names: Sequence[str], most: int = 3) -> str:
+def abridge(names: Sequence[str], most: int = 3) -> str:
     """Return the first names as text, and the number of further ones.
 
-    >>> some(["a", "b", "c"], most=2)
+    >>> abridge(["a", "b", "c"], most=2)
     'a, b and 1 more'
     """
     shown = ", ".join(names[:most])
@@ -124,7 +124,6 @@ def shorten(value: object, most: int) -> str:
 
 
 def _scaled(value: float, names: tuple[str, ...]) -> tuple[float, str]:
-    """Divide a value by 1000 until it is below 1000; return it with its unit."""
     *small, largest = names
     for name in small:
         if value < 1000:

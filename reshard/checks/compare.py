@@ -104,7 +104,11 @@ def find_differences(
 
     def compare(item: tuple[int, Box]) -> None:
         number, box = item
-        block = _compare_block(pool, *pairs[number], box, tolerance)
+        a, b, dtype = pairs[number]
+        left, right = read_block(pool, a, box, dtype), read_block(pool, b, box, dtype)
+        if left == right:
+            return
+        block = compare_blocks(left, right, dtype, tolerance, flat_span(box, a.shape)[0])
         if block is not None:
             with lock:
                 if number in result:
@@ -120,19 +124,6 @@ def find_differences(
     with SourceFiles() as pool:
         parallel_for(items(), lambda: compare, workers, done)
     return result
-
-
-def _compare_block(
-    pool: SourceFiles, a: Entry, b: Entry, dtype: DType, box: Box, tolerance: Tolerance
-) -> TensorDifference | None:
-    """Compare one block of two tensors as if cast to ``dtype``; return None if they are equal.
-
-    ``box`` must be contiguous in the tensor, like the boxes of `box.contiguous_cuts`.
-    """
-    left, right = read_block(pool, a, box, dtype), read_block(pool, b, box, dtype)
-    if left == right:
-        return None
-    return compare_blocks(left, right, dtype, tolerance, flat_span(box, a.shape)[0])
 
 
 def compare_blocks(

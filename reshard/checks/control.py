@@ -31,8 +31,8 @@ def wipe_moment(manifest: Manifest) -> Entry:
     for entry in manifest.entries.values():
         if entry.kind not in WEIGHT_KINDS and entry.numel and entry.dtype.family == "float":
             other = first.setdefault(entry.fqn, entry)
-            first[entry.fqn] = min(other, entry, key=lambda each: each.kind)
-    slots = sorted(first.values(), key=lambda each: (len(each.shape) < 2, each.numel))
+            first[entry.fqn] = min(other, entry, key=lambda entry: entry.kind)
+    slots = sorted(first.values(), key=lambda entry: (len(entry.shape) < 2, entry.numel))
     whole = [entry for entry in slots if all(map(_is_whole, entry.chunks))]
     for entry in whole:
         if any(any(block) for block in _read(entry)):
@@ -66,11 +66,11 @@ def round_weights(manifest: Manifest) -> int:
     weights = masters or list(manifest.of_kind(PARAM))
     changed, done = 0, set()
     for entry in weights:
-        chunks = [each for each in entry.chunks if _is_whole(each) and each.dtype.name in _BITS]
+        chunks = [chunk for chunk in entry.chunks if _is_whole(chunk) and chunk.dtype.name in _BITS]
         for chunk in chunks:
             seed = crc32(f"{entry.fqn} {chunk.box}".encode())  # the same for every copy
             if (place := (chunk.file, chunk.byte_offset)) not in done:
-                _overwrite(chunk, _LastPlaces(chunk.dtype.name, seed).round)
+                _overwrite(chunk, _make_rounding(chunk.dtype.name, seed))
             done.add(place)
         changed += bool(chunks)
     if not changed:
@@ -78,29 +78,25 @@ def round_weights(manifest: Manifest) -> int:
     return changed
 
 
-class _LastPlaces:
-    """Changes some numbers of a tensor by some units in their last place, at random."""
+def _make_rounding(dtype: str, seed: int) -> Callable[[bytes], bytes]:
+    """Return a function that changes last places at random; zeros, infinities and NaN stay."""
+    import numpy as np
 
-    def __init__(self, dtype: str, seed: int) -> None:
-        import numpy as np
+    bits, stored_type = _BITS[dtype], np.dtype("<u4" if dtype == "float32" else "<u2")
+    chance = np.random.default_rng(seed)
+    largest = (1 << (8 * stored_type.itemsize - 1 - bits)) - 1
+    units = max(1, 1 << max(bits - _ROUNDED, 0))
 
-        self._bits = _BITS[dtype]
-        self._type = np.dtype("<u4" if dtype == "float32" else "<u2")
-        self._chance = np.random.default_rng(seed)
-
-    def round(self, data: bytes) -> bytes:
-        """Return the numbers with their changes; zeros, infinities and NaN stay."""
-        import numpy as np
-
-        stored = np.frombuffer(data, self._type)
-        exponents = (stored << 1) >> (self._bits + 1)
-        largest = (1 << (8 * self._type.itemsize - 1 - self._bits)) - 1
+    def round_block(data: bytes) -> bytes:
+        stored = np.frombuffer(data, stored_type)
+        exponents = (stored << 1) >> (bits + 1)
         is_changed = (exponents > 0) & (exponents < largest - 1)
-        is_changed &= self._chance.random(len(stored)) < 2.0 ** (self._bits - _ROUNDED + 1)
-        units = max(1, 1 << max(self._bits - _ROUNDED, 0))
-        signs = self._chance.integers(0, 2, len(stored)) * 2 - 1
+        is_changed &= chance.random(len(stored)) < 2.0 ** (bits - _ROUNDED + 1)
+        signs = chance.integers(0, 2, len(stored)) * 2 - 1
         changes = np.where(is_changed, signs * units, 0)
-        return bytes((stored + changes).astype(self._type).data)
+        return bytes((stored + changes).astype(stored_type).data)
+
+    return round_block
 
 
 def _is_whole(chunk: Chunk) -> bool:
@@ -110,7 +106,6 @@ def _is_whole(chunk: Chunk) -> bool:
 
 
 def _read(entry: Entry) -> Iterator[bytes]:
-    """Yield the stored bytes of an entry in blocks."""
     for chunk in entry.chunks:
         start, stop = chunk.byte_span
         with Path(chunk.file).open("rb") as file:
@@ -122,7 +117,6 @@ def _read(entry: Entry) -> Iterator[bytes]:
 
 
 def _overwrite(chunk: Chunk, change: Callable[[bytes], bytes]) -> None:
-    """Replace each block of a chunk by what ``change`` returns for it."""
     start, stop = chunk.byte_span
     with Path(chunk.file).open("r+b") as file:
         while start < stop:

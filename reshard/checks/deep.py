@@ -33,7 +33,7 @@ from reshard.system.files import SourceFiles
 from reshard.system.paths import as_path, find_rank
 from reshard.tensors import weights
 from reshard.training.optimizers import NEVER_NEGATIVE, name_slots
-from reshard.units import counted, some
+from reshard.units import abridge, counted
 
 # torch 2.13 ``distributed/fsdp/_flat_param.py`` (``_FLAT_PARAM_PADDING_VALUE``) fills the padding
 # between parameters with this number. The padding of shards, also of FSDP 2's rows, is zero.
@@ -78,7 +78,6 @@ def plan_tasks(
 
 
 def _is_comparable(copy: Entry, manifest: Manifest) -> bool:
-    """Return whether a weight can be compared with the cast of its master weight."""
     return are_comparable(manifest.entries[MASTER, copy.fqn], copy)
 
 
@@ -131,7 +130,7 @@ def check_crc(manifest: Manifest, scan: ScanResult) -> Check:
                 for chunk in entry.chunks
             )
         ]
-        content = f", {some(tensors)}" if tensors else ""
+        content = f", {abridge(tensors)}" if tensors else ""
         check.failures.append(
             f"{path}: {record.name} (bytes {record.byte_offset} to {stop}{content}) does not match"
             " its CRC-32"
@@ -147,13 +146,13 @@ def check_replicas(tasks: Sequence[Task], scan: ScanResult) -> Check:
     if not replicated:
         return not_applicable(names.REPLICAS, "nothing is stored twice")
     check = Check(names.REPLICAS, f"{counted(len(replicated), 'tensor')} that several ranks store")
-    for each in _select_mismatches(scan, names.REPLICAS):
-        to = check.warnings if each.entry.kind == BUFFER else check.failures
+    for mismatch in _select_mismatches(scan, names.REPLICAS):
+        to = check.warnings if mismatch.entry.kind == BUFFER else check.failures
         to.append(
             _describe_mismatch(
-                each,
+                mismatch,
                 "another value"
-                f" {_describe_location(each.counterpart.entry, each.difference.first)}",
+                f" {_describe_location(mismatch.counterpart.entry, mismatch.difference.first)}",
             )
         )
     return check
@@ -171,12 +170,12 @@ def check_masters(manifest: Manifest, tasks: Sequence[Task], scan: ScanResult) -
     ]
     if not copies and not others:
         return not_applicable(names.MASTERS, "no weight is stored beside its master weight")
-    dtypes = some(sorted({str(entry.dtype) for entry in (*copies, *others)}))
+    dtypes = abridge(sorted({str(entry.dtype) for entry in (*copies, *others)}))
     count = counted(len(copies) + len(others), "weight")
     check = Check(names.MASTERS, f"{count} in {dtypes}")
-    for each in _select_mismatches(scan, names.MASTERS):
-        where = _describe_location(each.counterpart.entry, each.difference.first)
-        check.failures.append(_describe_mismatch(each, f"not the cast of its master, {where}"))
+    for mismatch in _select_mismatches(scan, names.MASTERS):
+        where = _describe_location(mismatch.counterpart.entry, mismatch.difference.first)
+        check.failures.append(_describe_mismatch(mismatch, f"not the cast of its master, {where}"))
     for entry in others:
         master = manifest.entries[MASTER, entry.fqn]
         check.failures.append(
@@ -202,27 +201,29 @@ def check_tied(
     what = [f"{counted(shared, 'tied name')}, stored once"] if shared else []
     what += [f"{counted(compared, 'tied name')}, stored more than once"] if compared else []
     check = Check(names.TIED, ", ".join(what))
-    for each in _select_mismatches(scan, names.TIED):
-        name = each.counterpart.entry.fqn
+    for mismatch in _select_mismatches(scan, names.TIED):
+        name = mismatch.counterpart.entry.fqn
         is_declared = name in manifest.tied or (shapes is not None and name in shapes.tied)
         is_declared = is_declared or bool(config and config.get("tie_word_embeddings") is True)
         if is_declared:
-            check.failures.append(_describe_mismatch(each, f"{name}, which is tied to it, differs"))
+            check.failures.append(
+                _describe_mismatch(mismatch, f"{name}, which is tied to it, differs")
+            )
         else:
             check.warnings.append(
                 _describe_mismatch(
-                    each, f"{name} has other values, so training did not tie the two"
+                    mismatch, f"{name} has other values, so training did not tie the two"
                 )
             )
     return check
 
 
 def _select_mismatches(scan: ScanResult, name: str) -> list[Mismatch]:
-    return [each for each in scan.unequal if each.counterpart.check == name]
+    return [mismatch for mismatch in scan.unequal if mismatch.counterpart.check == name]
 
 
-def _describe_mismatch(each: Mismatch, what: str) -> str:
-    difference, entry = each.difference, each.entry
+def _describe_mismatch(mismatch: Mismatch, what: str) -> str:
+    difference, entry = mismatch.difference, mismatch.entry
     left, right = (f"{value:.9g}" for value in difference.first_values)
     at = list(index_of(difference.first, entry.shape))
     # It is 0 if the values differ in NaN, infinities or the sign of 0 alone.
@@ -279,7 +280,6 @@ def check_padding(manifest: Manifest, block_bytes: int) -> Check:
 
 
 def _list_padding_values(dtype: DType, *, fsdp: bool) -> frozenset[bytes]:
-    """Return the values, as bytes, that an element of padding may have."""
     zero = bytes(dtype.itemsize)
     if dtype.family != "float":
         return frozenset((zero,))
@@ -297,7 +297,7 @@ def check_finite(manifest: Manifest, scan: ScanResult, ignored: Ignored) -> Chec
     """
     codes = find_packed(manifest)
     floats = _select_floats(manifest, scan, ignored)
-    examined = [each for each in floats if each[0].fqn not in codes]
+    examined = [pair for pair in floats if pair[0].fqn not in codes]
     check = Check(names.FINITE, counted(len(examined), "tensor"))
     if not examined:
         return not_applicable(names.FINITE, "no tensor has a floating-point dtype")
@@ -317,7 +317,7 @@ def check_finite(manifest: Manifest, scan: ScanResult, ignored: Ignored) -> Chec
 def check_moments(manifest: Manifest, scan: ScanResult, ignored: Ignored) -> Check:
     """Check that sums and means of squares are not negative."""
     examined = [
-        each for each in _select_floats(manifest, scan, ignored) if each[0].kind in NEVER_NEGATIVE
+        pair for pair in _select_floats(manifest, scan, ignored) if pair[0].kind in NEVER_NEGATIVE
     ]
     if not examined:
         return not_applicable(names.MOMENTS, "no optimizer slot is a sum or mean of squares")

@@ -9,7 +9,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+
 from reshard.core.dtypes import BFLOAT16, FLOAT16, DType
+from reshard.engine.move import cast
 
 _BLOCK = 1 << 18  # elements
 _INFINITY = {BFLOAT16: 0x7F80, FLOAT16: 0x7C00}  # the bits of infinity; larger magnitudes are NaN
@@ -64,10 +67,6 @@ def examine(block: bytearray, dtype: DType, start: int, *, signs: bool) -> Eleme
         start: the flat index of the first element.
         signs: whether to count negative elements.
     """
-    import numpy as np
-
-    from reshard.engine.move import cast
-
     step: str
     examine_block: Callable[[Any, DType, bool], tuple[Any, ...]]
     if dtype in _INFINITY:
@@ -84,46 +83,20 @@ def examine(block: bytearray, dtype: DType, start: int, *, signs: bool) -> Eleme
     facts = ElementFacts()
     with np.errstate(all="ignore"):
         for at in range(0, elements.size, _BLOCK):
-            seen = _Masks(*examine_block(elements[at : at + _BLOCK], dtype, signs))
-            facts.add(seen.summarize(start, at, parts))
+            is_zero, *masks = examine_block(elements[at : at + _BLOCK], dtype, signs)
+            # Of the NaN, infinite and negative items, several of which make one element.
+            counts = [0 if mask is None else int(mask.sum()) for mask in masks]
+            firsts = [
+                start + (at + int(mask.argmax())) // parts if count else None
+                for mask, count in zip(masks, counts, strict=True)
+            ]
+            nan, infinite, negative = counts
+            nonfinite = _find_earlier(firsts[0], firsts[1])
+            facts.add(ElementFacts(nan, infinite, negative, nonfinite, firsts[2], is_zero))
     return facts
 
 
-@dataclass(frozen=True, slots=True)
-class _Masks:
-    """Masks of the NaN, infinite and negative elements of a block; None if there are none."""
-
-    is_zero: bool
-    nan: Any = None
-    infinite: Any = None
-    negative: Any = None
-
-    def summarize(self, start: int, at: int, parts: int) -> ElementFacts:
-        """Return the masks as facts; ``parts`` is the number of mask items of one element."""
-        nonfinite = _find_first(self.nan), _find_first(self.infinite)
-        positions = [start + (at + index) // parts for index in nonfinite if index is not None]
-        negative = _find_first(self.negative)
-        return ElementFacts(
-            nan=_count(self.nan),
-            infinite=_count(self.infinite),
-            negative=_count(self.negative),
-            first_nonfinite=min(positions, default=None),
-            first_negative=None if negative is None else start + (at + negative) // parts,
-            is_zero=self.is_zero,
-        )
-
-
-def _count(mask: Any) -> int:
-    return 0 if mask is None else int(mask.sum())
-
-
-def _find_first(mask: Any) -> int | None:
-    return int(mask.argmax()) if mask is not None and mask.any() else None
-
-
 def _examine_float(values: Any, _dtype: DType, signs: bool) -> tuple[Any, ...]:
-    import numpy as np
-
     low, high = values.min(), values.max()  # NaN if there is one
     # `not low >= 0` also holds where `low` is NaN.
     negative = values < 0 if signs and not low >= 0 else None
@@ -142,8 +115,6 @@ def _examine_half(bits: Any, dtype: DType, signs: bool) -> tuple[Any, ...]:
 
 
 def _examine_float8(bits: Any, dtype: DType, _signs: bool) -> tuple[Any, ...]:
-    import numpy as np
-
     infinity, is_nan = _FLOAT8[dtype.name]
     nan = np.array([is_nan(number) for number in range(256)])[bits]
     infinite = bits & 0x7F == infinity if infinity is not None else None
@@ -152,4 +123,4 @@ def _examine_float8(bits: Any, dtype: DType, _signs: bool) -> tuple[Any, ...]:
 
 
 def _examine_bytes(octets: Any, _dtype: DType, _signs: bool) -> tuple[Any, ...]:
-    return (not octets.any(),)
+    return not octets.any(), None, None, None

@@ -17,6 +17,7 @@ from reshard.checks.digests import BLAKE3, SHA256, list_algorithms, start
 from reshard.core.manifest import SourceFile
 from reshard.errors import UsageError
 from reshard.system.files import SourceFiles
+from reshard.system.paths import shorten_names
 from reshard.system.threads import parallel_for
 
 BLOCK_BYTES = 8 << 20
@@ -52,13 +53,9 @@ class FileDigests:
         if not 0 < block_bytes <= _MOST_BLOCK_BYTES or nbytes < 0:
             raise ValueError(f"{document['name']!r} has blocks of {block_bytes} bytes")
         found = FileDigests(document["name"], nbytes, block_bytes, **lists)
-        if not all(len(each) in (0, found.block_count) for each in lists.values()):
+        if not all(len(digests) in (0, found.block_count) for digests in lists.values()):
             raise ValueError(f"{found.name!r} has another number of digests than blocks")
         return found
-
-    def to_json(self) -> dict[str, Any]:
-        """Return the fields; without BLAKE3 if there are no such digests."""
-        return {key: value for key, value in asdict(self).items() if key != BLAKE3 or value}
 
     @property
     def block_count(self) -> int:
@@ -98,6 +95,11 @@ class FileDigests:
         )
 
 
+def to_json(digests: Any) -> dict[str, Any]:
+    """Return the fields of a dataclass of digests; without BLAKE3 if it has none."""
+    return {key: value for key, value in asdict(digests).items() if key != BLAKE3 or value}
+
+
 def hash_files(
     files: Mapping[str, SourceFile], *, workers: int, progress: Callable[[int], None]
 ) -> list[FileDigests]:
@@ -133,24 +135,14 @@ def hash_files(
                 for algorithm, digests in found[path].items()
             },
         )
-        for path, name in _name_files(paths).items()
+        for path, name in shorten_names(paths).items()
     ]
-
-
-def _name_files(paths: Sequence[str]) -> dict[str, str]:
-    parents = [PurePosixPath(path).parent.parts for path in paths]
-    common = 0
-    for parts in zip(*parents, strict=False):
-        if len(set(parts)) > 1:
-            break
-        common += 1
-    return {path: PurePosixPath(*PurePosixPath(path).parts[common:]).as_posix() for path in paths}
 
 
 def find_file(listed: Sequence[FileDigests], path: str) -> FileDigests | None:
     """Return the digests of a file by the end of its path, the longest that is listed; or None."""
     parts = PurePosixPath(path).parts
-    names = {each.name: each for each in listed}
+    names = {digests.name: digests for digests in listed}
     ends = ("/".join(parts[at:]) for at in range(len(parts)))
     return next((names[end] for end in ends if end in names), None)
 

@@ -12,20 +12,20 @@ import hashlib
 import itertools
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from reshard.checks import names, pairs, train
 from reshard.checks.digests import BLAKE3, SHA256, Digest, list_algorithms, start
-from reshard.checks.files import FileDigests
+from reshard.checks.files import FileDigests, to_json
 from reshard.checks.result import Check
 from reshard.core.box import Index, as_index
 from reshard.core.dtypes import BFLOAT16, FLOAT16, FLOAT32, DType
 from reshard.core.manifest import Entry, Key, Manifest, Origin, ParamGroup, TrainState
 from reshard.errors import CorruptError, UsageError
 from reshard.system.files import read_small_file
-from reshard.units import counted, shorten, some
+from reshard.units import abridge, counted, shorten
 from reshard.version import __version__
 
 SCHEMA = 1
@@ -111,20 +111,13 @@ def choose_digests_to_compare(
 
 
 def _list_narrower_dtypes(dtype: DType) -> Iterator[DType]:
-    """Yield the further dtypes in which a weight is hashed: those of merge that are not wider.
-
-    A wider file is cast back to be compared, which is lossless.
-    """
+    """Yield the dtypes of merge that are not wider: a wider file is cast back without loss."""
     if dtype.family == "float":
         yield from (o for o in _MERGED if o != dtype and o.itemsize <= dtype.itemsize)
 
 
 def _choose_common_dtype(entry: Entry, content: Content) -> DType | None:
-    """Return the dtype in which a tensor is compared with a manifest; None if there is none.
-
-    A wider weight is compared in the manifest's dtype, others in their own if the manifest has a
-    digest for it.
-    """
+    # A wider weight is compared in the manifest's dtype, others in their own if it is listed.
     narrower = {
         o.name: o for o in _list_narrower_dtypes(entry.dtype) if o.itemsize < entry.dtype.itemsize
     }
@@ -166,8 +159,8 @@ def to_bytes(contents: Contents) -> bytes:
 
     ``digest`` and ``files_digest`` show whether the lists of tensors and files were altered.
     """
-    tensors = [_content_to_json(contents.tensors[key]) for key in sorted(contents.tensors)]
-    files = [each.to_json() for each in contents.files]
+    tensors = [to_json(contents.tensors[key]) for key in sorted(contents.tensors)]
+    files = list(map(to_json, contents.files))
     head = {
         "schema": SCHEMA,
         "kind": _KIND,
@@ -183,11 +176,6 @@ def to_bytes(contents: Contents) -> bytes:
         items = ",\n".join(map(json.dumps, listed))
         lines.append(f'"{name}": [\n{items}\n]')
     return ("{\n" + ",\n".join(lines) + "\n}\n").encode()
-
-
-def _content_to_json(content: Content) -> dict[str, Any]:
-    document = asdict(content)
-    return {key: value for key, value in document.items() if key != BLAKE3 or value}
 
 
 def _content_from_json(document: Mapping[str, Any]) -> Content:
@@ -219,32 +207,26 @@ def read(path: Path) -> Contents:
                 f"is not a {_KIND} with schema {SCHEMA}",
                 "create one with reshard verify SOURCE --write-manifest FILE",
             )
-        tensors = document["tensors"]
-        if _compute_digest(tensors) != document["digest"]:
-            raise _make_altered_error(path, "tensors")
-        files = document["files"]
-        if _compute_digest(files) != document["files_digest"]:
-            raise _make_altered_error(path, "files")
-        listed = [_content_from_json(each) for each in tensors]
+        for name, digest in (("tensors", "digest"), ("files", "files_digest")):
+            if _compute_digest(document[name]) != document[digest]:
+                raise CorruptError(
+                    path,
+                    f"was altered: its digest does not match its list of {name}",
+                    "fetch it again, or write a new one from the run: reshard verify RUN"
+                    " --write-manifest FILE",
+                )
+        listed = map(_content_from_json, document["tensors"])
         return Contents(
-            tensors={(each.kind, each.fqn): each for each in listed},
+            tensors={(content.kind, content.fqn): content for content in listed},
             tied=dict(document["tied"]),
             train=_train_from_json(document["train"]),
             source=dict(document["source"]),
-            files=tuple(map(FileDigests.from_json, files)),
+            files=tuple(map(FileDigests.from_json, document["files"])),
         )
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise CorruptError(
             path, f"is not a manifest that reshard wrote ({type(error).__name__}: {error})"
         ) from error
-
-
-def _make_altered_error(path: Path, name: str) -> CorruptError:
-    return CorruptError(
-        path,
-        f"was altered: its digest does not match its list of {name}",
-        "fetch it again, or write a new one from the run: reshard verify RUN --write-manifest FILE",
-    )
 
 
 def _compute_digest(tensors: Any) -> str:
@@ -334,10 +316,7 @@ def _match(manifest: Manifest, listed: Contents) -> Iterator[tuple[str, Content,
 def _find_unmatched(
     manifest: Manifest, listed: Contents, matched: set[Key]
 ) -> tuple[list[Key], list[Key]]:
-    """Return the listed tensors that the checkpoint lacks, and its tensors that are not listed.
-
-    Slots without elements are left out. A tied name is known if any name of the weight is.
-    """
+    """Slots without elements are left out. A tied name is known if any name of the weight is."""
     stored = pairs.collect_tensors(manifest)
     missing = [
         key
@@ -354,7 +333,6 @@ def _find_unmatched(
 
 
 def _describe_difference(content: Content, entry: Entry, digests: Mapping[Digest, str]) -> str:
-    """Describe how one tensor differs from the manifest; return an empty text if it does not."""
     if entry.shape != content.shape:
         return f"has the shape {list(entry.shape)}, but {list(content.shape)} in the manifest"
     if not entry.numel:
@@ -388,4 +366,4 @@ def _compare_train(
         (check.warnings if is_minor else check.failures).append(shown)
     check.looked_at += ", steps, groups, scheduler, scaler"
     if left_out:
-        check.looked_at += f"; differs, but ignored: {some(left_out)}"
+        check.looked_at += f"; differs, but ignored: {abridge(left_out)}"

@@ -49,21 +49,18 @@ def pair(a: Manifest, b: Manifest) -> Paired:
     left, right = _collect_with_copies(a), _collect_with_copies(b)
     _add_untrained_heads(a, left, right)
     _add_untrained_heads(b, right, left)
-    paired = Paired()
-    for key, entry in left.items():
-        if key in right:
-            paired.pairs.append(TensorPair(*key, entry, right[key]))
-        elif not _is_known(key, a, b, right):
-            paired.only_a.append(key)
-        elif key[0] == WEIGHT:
-            paired.unnamed.append(key[1])
-    for key in right:
-        if key in left:
-            continue
-        if not _is_known(key, b, a, left):
-            paired.only_b.append(key)
-        elif key[0] == WEIGHT:
-            paired.unnamed.append(key[1])
+    paired = Paired([TensorPair(*key, left[key], right[key]) for key in left if key in right])
+    for has, own, other, others, only in (
+        (a, left, b, right, paired.only_a),
+        (b, right, a, left, paired.only_b),
+    ):
+        for key in own:
+            if key in others:
+                continue
+            if not _is_known(key, has, other, others):
+                only.append(key)
+            elif key[0] == WEIGHT:
+                paired.unnamed.append(key[1])
     return paired
 
 
@@ -91,10 +88,7 @@ def _collect_with_copies(manifest: Manifest) -> dict[PairKey, Entry]:
 def _add_untrained_heads(
     has: Manifest, stored: Mapping[PairKey, Entry], others: dict[PairKey, Entry]
 ) -> None:
-    """Add to the other side the heads that only this side stores, as names of its embeddings.
-
-    DCP and full state dicts store a tied head again, and do not say that it is tied.
-    """
+    """DCP and full state dicts store a tied head again, and do not say that it is tied."""
     names = [fqn for kind, fqn in stored if kind == WEIGHT]
     for head, embedding in find_heads(names):
         kept = others.get((WEIGHT, embedding))
@@ -105,11 +99,8 @@ def _add_untrained_heads(
 def _is_known(
     key: PairKey, has: Manifest, other: Manifest, others: Mapping[PairKey, Entry]
 ) -> bool:
-    """Return whether the side that lacks a key loses no information.
-
-    The module's copy is the cast of its master weight; the value of a tied name is stored under
-    another name; a slot without elements (FSDP writes one, DeepSpeed none) has no values.
-    """
+    # The module's copy is the cast of its master weight; the value of a tied name is stored under
+    # another name; a slot without elements (FSDP writes one, DeepSpeed none) has no values.
     kind, fqn = key
     if kind == COPY:
         return True

@@ -42,7 +42,7 @@ from reshard.tensors.weights import find_heads
 from reshard.training import optimizers
 from reshard.training.companion_files import find_config
 from reshard.training.completeness import find_impossible_settings, find_lost_state
-from reshard.units import counted, some
+from reshard.units import abridge, counted
 
 _DIGITS = re.compile(r"\d+")
 _LAYER = re.compile(r"\.(\d+)\.")
@@ -108,29 +108,38 @@ def check_agreement(manifest: Manifest) -> Check:
 
 
 def check_index(manifest: Manifest) -> Check:
-    """Check the total size in an index; the readers have compared its files and tensors."""
+    """Check the indexes; the readers have compared the files and tensors of the one they used."""
     folders = {as_path(path).parent for path in manifest.files}
     is_model = manifest.origin.weights_only
     indexes = [path for folder in folders for path in folder.glob("*.index.json") if is_model]
     metadata = [path for folder in folders for path in folder.glob("*.metadata")]
     if not indexes and not metadata:
         return not_applicable(names.INDEX, "there is no index")
-    shown = some(sorted(path.name for path in (*indexes, *metadata)))
+    shown = abridge(sorted(path.name for path in (*indexes, *metadata)))
     check = Check(
         names.INDEX, f"{shown}: the listed files and tensors are those that exist", exit_code=3
     )
     nbytes = sum(entry.nbytes for entry in manifest.of_kind(PARAM, BUFFER))
     for path in indexes:
-        check.warnings += _check_total_size(path, nbytes)
+        check.warnings += _list_index_faults(path, manifest, nbytes)
     return check
 
 
-def _check_total_size(path: Path, nbytes: int) -> Iterator[str]:
-    """Yield a line if an index states another size than its files contain."""
+def _list_index_faults(path: Path, manifest: Manifest, nbytes: int) -> Iterator[str]:
     try:
-        stated = read_json_object(path).get("metadata", {}).get("total_size")
-    except (CorruptError, AttributeError):
-        return  # the reader used another file, or this one states no size
+        index = read_json_object(path)
+    except CorruptError as error:  # the reader used another file
+        index = {}
+        yield f"{path.name} {error.problem}"
+    listed, metadata = (
+        value if isinstance(value, dict) else {}
+        for value in map(index.get, ("weight_map", "metadata"))
+    )
+    # By name: the files of one index may be on several nodes.
+    others = {str(name) for name in listed.values()} - {as_path(at).name for at in manifest.files}
+    if missing := [name for name in sorted(others) if not (path.parent / name).exists()]:
+        yield f"{path.name} lists files that do not exist: {abridge(missing)}"
+    stated = metadata.get("total_size")
     if isinstance(stated, int) and stated != nbytes:
         yield f"{path.name} states that its files contain {stated} bytes; they contain {nbytes}"
 
@@ -155,9 +164,9 @@ def check_ranks(manifest: Manifest) -> Check:
     masters = f"{counted(sample.elements, 'element')} of weights equal those of their masters"
     text = ", ".join([*compared.evidence, *[masters] * bool(sample.elements)])
     check = Check(names.RANKS, text, exit_code=3)
-    check.failures += [f"{each.file}: {each.problem}" for each in compared.conflicts]
+    check.failures += [f"{conflict.file}: {conflict.problem}" for conflict in compared.conflicts]
     if not compared.conflicts:  # files of other ranks have other values, too
-        check.failures += [f"{each.file}: {each.problem}" for each in sample.unequal]
+        check.failures += [f"{conflict.file}: {conflict.problem}" for conflict in sample.unequal]
     return check
 
 
@@ -182,12 +191,8 @@ def check_stale(manifest: Manifest, sources: Sequence[Path]) -> Check:
 
 
 def _find_unread_siblings(manifest: Manifest, beside: Iterable[Path]) -> Iterator[str]:
-    """Yield a line for each file that looks like one of the checkpoint, but that was not read.
-
-    Its name differs from that of a file that was read only in its numbers, and no file refers to
-    it. Empty files are not reported: DCP opens a file for each rank, even if it has nothing to
-    write.
-    """
+    # Its name differs from that of a file that was read only in its numbers. DCP opens a file for
+    # each rank, even if it has nothing to write: empty files do not count.
     read = {(str(as_path(p).parent), mask_digits(Path(p).name)) for p in manifest.files}
     known = {str(as_path(path)) for path in (*manifest.files, *manifest.train.rng_files)}
     for path in beside:
@@ -208,7 +213,7 @@ def _find_newer_checkpoint(manifest: Manifest, sources: Sequence[Path]) -> Itera
         return
     numbers = run_directory.list_numbered(Location([sources[0]]))
     read = {as_path(path).parent.resolve() for path in manifest.files}
-    used = [n for n, each in numbers.items() if any(_is_inside(r, each.path) for r in read)]
+    used = [n for n, place in numbers.items() if any(_is_inside(r, place.path) for r in read)]
     if used and max(numbers) > max(used):
         newest = numbers[max(numbers)].path
         yield f"{newest} is newer than checkpoint {max(used)}, which was read"
@@ -243,7 +248,7 @@ def check_steps(manifest: Manifest) -> Check:
     what.append(f"skipped: {train.skipped_steps}" if train.skipped_steps else "")
     what.append(f"optimizer: {shown}" if applied else "")
     check = Check(names.STEPS, ", ".join(filter(None, what)))
-    odd = [f"{step:g}" for step in applied if step < 0 or step != int(step)]
+    odd = [f"{step:g}" for step in applied if step < 0 or step % 1]  # `inf % 1` is NaN
     if odd:
         check.failures.append(f"{odd[0]} is not a valid optimizer step count")
     lacking = [
@@ -252,7 +257,7 @@ def check_steps(manifest: Manifest) -> Check:
         if step is None and optimizers.needs_count(states[fqn])
     ]
     if applied and lacking:
-        check.failures.append(f"{some(lacking)}: optimizer state without a step")
+        check.failures.append(f"{abridge(lacking)}: optimizer state without a step")
     check.warnings += find_counter_conflicts(manifest)
     return check
 
@@ -305,10 +310,7 @@ def check_slots(manifest: Manifest) -> Check:
 
 
 def _list_unassigned(manifest: Manifest) -> tuple[str, ...]:
-    """Return the optimizers of the model that have no parameters, although it has several.
-
-    A single one may need --model, and one of several may be that of another model.
-    """
+    # A single one may need --model, and one of several may be that of another model.
     lost = manifest.unnamed_optimizers
     is_one_of_several = manifest.has_optimizer or len(lost) > 1
     return lost if is_one_of_several and ANOTHER not in manifest.unread.values() else ()
@@ -317,16 +319,12 @@ def _list_unassigned(manifest: Manifest) -> tuple[str, ...]:
 def _classify_slots(
     own: Mapping[str, Entry], shape: Index | None
 ) -> tuple[frozenset[str], frozenset[str]]:
-    """Return all slots of a parameter, and those that have a value for each of its elements.
-
-    Shampoo's matrices do not count as such slots, even if the parameter is square, like them.
-    """
+    """Shampoo's matrices do not count as full, even if the parameter is square, like them."""
     full = (k for k, entry in own.items() if entry.shape == shape and k not in optimizers.MATRICES)
     return frozenset(own), frozenset(full)
 
 
 def _group_by_settings(manifest: Manifest, fqns: Sequence[str]) -> Iterator[list[str]]:
-    """Yield lists of parameters whose param groups have the same settings, apart from `_RATES`."""
     settings = {
         fqn: repr(sorted((k, repr(v)) for k, v in group.hyper.items() if k not in _RATES))
         for group in manifest.train.param_groups
@@ -412,12 +410,11 @@ def _check_config(manifest: Manifest) -> Check:
         return none
     stored, expected, missing, _ = _compare_names(manifest, shapes)
     lacking = list_missing_in_layers(missing, stored, expected)
-    found = [f"no file contains {some(lacking)}, which are in the layers of {file}"]
+    found = [f"no file contains {abridge(lacking)}, which are in the layers of {file}"]
     return Check(names.MODEL, shapes.source, found) if lacking else none
 
 
 def _find_untied(manifest: Manifest, config: Mapping[str, Any]) -> list[str]:
-    """Return a line for each head that the config ties, and whose first row differs."""
     best, found = manifest.select_weights(), []
     is_tied = config.get("tie_word_embeddings") is True
     with SourceFiles(manifest.files) as pool:
@@ -432,10 +429,7 @@ def _find_untied(manifest: Manifest, config: Mapping[str, Any]) -> list[str]:
 
 
 def _is_published(stored: Container[str], published: Published) -> bool:
-    """Return whether the stored names are the published ones, not those of the model in memory.
-
-    Only names that are in one of the two forms alone are counted.
-    """
+    """Return whether more names are only of the form in files than only of the form in memory."""
     before = published.conversion.before.keys()
     after = published.conversion.after.keys() | published.spellings.keys()
     in_files = sum(fqn in stored for fqn in after - before)
@@ -444,6 +438,5 @@ def _is_published(stored: Container[str], published: Published) -> bool:
 
 
 def _suggest(fqn: str, others: Sequence[str]) -> str:
-    """Return a similar name in parentheses, as the end of a finding; empty if there is none."""
     close = get_close_matches(fqn, others[:_SUGGESTED], n=1)
     return f" (is it {close[0]}?)" if close else ""

@@ -13,6 +13,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import numpy as np
+
 from reshard.checks import names
 from reshard.checks.compare import TensorDifference, Tolerance, compare_blocks
 from reshard.checks.digests import Digest
@@ -22,6 +24,7 @@ from reshard.core.box import Box, contiguous_cuts, flat_span
 from reshard.core.chunks import Chunk, group_by_box
 from reshard.core.dtypes import BFLOAT16, FLOAT32, DType
 from reshard.core.manifest import Entry, Key, Record, SourceFile
+from reshard.engine.move import cast
 from reshard.engine.move.ahead import NOTHING, Held, ReadAhead
 from reshard.engine.move.fill import fill, list_ranges
 from reshard.engine.move.records import compute_record_crc
@@ -67,7 +70,8 @@ class Task:
     def nbytes(self) -> int:
         """The number of bytes to read, with all counterparts."""
         return sum(
-            entry.nbytes for entry in (self.entry, *(each.entry for each in self.counterparts))
+            entry.nbytes
+            for entry in (self.entry, *(counterpart.entry for counterpart in self.counterparts))
         )
 
 
@@ -152,11 +156,7 @@ def scan(
 
 @dataclass(frozen=True, slots=True)
 class _Item:
-    """Blocks of one tensor that one worker reads in order.
-
-    Args:
-        blocks: the box of each, and the windows that read it and its counterparts.
-    """
+    """Blocks of one tensor that one worker reads in order, each with the windows that read it."""
 
     task: Task
     blocks: Iterable[tuple[Box, Sequence[Window]]]
@@ -222,8 +222,6 @@ def _plan_blocks(task: Task, cuts: Iterable[Box]) -> Iterator[tuple[Box, list[Wi
 
 
 class _ScanWorker:
-    """One thread, with buffers that it reuses."""
-
     def __init__(self, reader: _ScanReader) -> None:
         self._reader = reader
         self._buffers: dict[str, bytearray] = {}
@@ -259,7 +257,6 @@ class _ScanWorker:
                 }
 
     def _get_buffer(self, name: str, nbytes: int) -> bytearray:
-        """Return a buffer of exactly ``nbytes``, reused while the size stays the same."""
         # Whole buffers are compared, hashed and examined, so a longer one does not do.
         if len(self._buffers.get(name, b"")) != nbytes:
             self._buffers[name] = bytearray(nbytes)
@@ -315,10 +312,6 @@ def cast_into(buffer: bytearray, block: bytearray, dtype: DType, target: DType) 
     Returns:
         The number of finite elements that became infinite.
     """
-    import numpy as np
-
-    from reshard.engine.move import cast
-
     source: Any = np.frombuffer(block, cast.get_numpy_dtype(dtype, casting=True))
     filled: Any = np.frombuffer(buffer, cast.get_numpy_dtype(target, casting=True))
     return cast.cast(source, filled, dtype, target, clamp=False)[0]
@@ -326,11 +319,11 @@ def cast_into(buffer: bytearray, block: bytearray, dtype: DType, target: DType) 
 
 def _join_blocks(mismatches: Iterable[Mismatch]) -> list[Mismatch]:
     joined: dict[int, Mismatch] = {}
-    for each in sorted(mismatches, key=lambda unequal: unequal.difference.first):
-        if id(each.counterpart) in joined:
-            joined[id(each.counterpart)].difference.add(each.difference)
+    for mismatch in sorted(mismatches, key=lambda unequal: unequal.difference.first):
+        if id(mismatch.counterpart) in joined:
+            joined[id(mismatch.counterpart)].difference.add(mismatch.difference)
         else:
-            joined[id(each.counterpart)] = each
+            joined[id(mismatch.counterpart)] = mismatch
     return list(joined.values())
 
 
@@ -341,7 +334,6 @@ def _check_records(
     reads: Spans,
     workers: int,
 ) -> None:
-    """Compare every stored checksum with that of the bytes read."""
     summed = [
         (path, record)
         for path, file in files.items()

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 from reshard.core.differences import list_unequal
-from reshard.core.manifest import Manifest, TrainState
+from reshard.core.manifest import Manifest, ParamGroup, TrainState
 from reshard.training import loss_scale
 from reshard.training.trainer_run import TrainerRun, is_document
-from reshard.units import shorten, some
+from reshard.units import abridge, shorten
 
 # Settings of torch's and of DeepSpeed's optimizers that decide what an update does.
 _OF_UPDATES = frozenset(
@@ -76,13 +77,19 @@ def find_differences(a: Manifest, b: Manifest) -> Iterator[StateDifference]:
             _select_run_state(one.trainer_state),
             _select_run_state(two.trainer_state),
         )
-    yield from _compare_optimizer_steps(one.optimizer_step, two.optimizer_step)
-    yield from _compare_non_tensor_state(one.non_tensor_state, two.non_tensor_state)
-    yield from _compare_hyperparameters(one, two)
+    steps = _compare_optimizer_steps(one.optimizer_step, two.optimizer_step)
+    states = _compare_non_tensor_state(one.non_tensor_state, two.non_tensor_state)
+    yield from _group_by_difference(chain(steps, states))
+    groups = one.group_of, two.group_of
+    if bool(groups[0]) != bool(groups[1]):
+        yield StateDifference(
+            "param groups", len(one.param_groups) or None, len(two.param_groups) or None
+        )
+    else:
+        yield from _group_by_difference(_compare_hyperparameters(*groups))
 
 
 def _select_run_state(document: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the part of a trainer's state that is about the training, not about single ranks."""
     return TrainerRun(document).list_training_values() if is_document(document) else document
 
 
@@ -130,55 +137,43 @@ def _compare_mappings(
         yield from _compare_values(f"{name}: {key}", a.get(key), b.get(key))
 
 
+def _group_by_difference(
+    values: Iterable[tuple[str, str, Any, Any]],
+) -> Iterator[StateDifference]:
+    """Yield one item for all parameters that differ in the same way: what, name, both values."""
+    differences: dict[tuple[str, str, str], tuple[Any, Any, list[str]]] = {}
+    for what, fqn, a, b in values:
+        differences.setdefault((what, repr(a), repr(b)), (a, b, []))[-1].append(fqn)
+    for (what, _, _), (a, b, fqns) in differences.items():
+        yield StateDifference(f"{what} of {abridge(fqns, 1)}", a, b, what in _OF_UPDATES)
+
+
 def _compare_non_tensor_state(
     a: Mapping[str, Mapping[str, Any]], b: Mapping[str, Mapping[str, Any]]
-) -> Iterator[StateDifference]:
-    """Compare other state of optimizers; yield one item per distinct difference."""
-    differences: dict[tuple[str, str, str], tuple[Any, Any, list[str]]] = {}
+) -> Iterator[tuple[str, str, Any, Any]]:
     for fqn in dict.fromkeys((*a, *b)):
         left, right = a.get(fqn, {}), b.get(fqn, {})
         for key in dict.fromkeys((*left, *right)):
-            one, two = left.get(key), right.get(key)
-            if _normalize(one) != _normalize(two):
-                same = key, repr(one), repr(two)
-                differences.setdefault(same, (one, two, []))[-1].append(fqn)
-    for (key, _, _), (one, two, fqns) in differences.items():
-        yield StateDifference(f"optimizer state: {key} of {some(fqns, 1)}", one, two)
+            if not _is_same(left.get(key), right.get(key)):
+                yield f"optimizer state: {key}", fqn, left.get(key), right.get(key)
 
 
 def _compare_optimizer_steps(
     a: Mapping[str, float], b: Mapping[str, float]
-) -> Iterator[StateDifference]:
-    """Compare the optimizer's steps; yield one item per distinct difference."""
-    differences: dict[tuple[float | None, float | None], list[str]] = {}
+) -> Iterator[tuple[str, str, Any, Any]]:
     for fqn in dict.fromkeys((*a, *b)):
         if a.get(fqn) != b.get(fqn):
-            differences.setdefault((a.get(fqn), b.get(fqn)), []).append(fqn)
-    for (left, right), fqns in differences.items():
-        yield StateDifference(f"optimizer step of {some(fqns, 1)}", left, right)
+            yield "optimizer step", fqn, a.get(fqn), b.get(fqn)
 
 
-def _compare_hyperparameters(a: TrainState, b: TrainState) -> Iterator[StateDifference]:
-    """Compare hyper-parameters; yield one item per distinct difference."""
-    one, two = _index_by_parameter(a), _index_by_parameter(b)
-    if bool(one) != bool(two):
-        yield StateDifference(
-            "param groups", len(a.param_groups) or None, len(b.param_groups) or None
-        )
-        return
-    differences: dict[tuple[str, str, str], list[str]] = {}
+def _compare_hyperparameters(
+    one: Mapping[str, ParamGroup], two: Mapping[str, ParamGroup]
+) -> Iterator[tuple[str, str, Any, Any]]:
     for fqn in dict.fromkeys((*one, *two)):
         if fqn not in one or fqn not in two:
-            differences.setdefault(("in a group", str(fqn in one), str(fqn in two)), []).append(fqn)
+            yield "in a group", fqn, str(fqn in one), str(fqn in two)
             continue
-        left, right = one[fqn], two[fqn]
+        left, right = one[fqn].hyper, two[fqn].hyper
         for key in left:
-            if key in right and _normalize(left[key]) != _normalize(right[key]):
-                differences.setdefault((key, repr(left[key]), repr(right[key])), []).append(fqn)
-    for (key, left_text, right_text), fqns in differences.items():
-        name = f"{key} of {some(fqns, 1)}"
-        yield StateDifference(name, left_text, right_text, key in _OF_UPDATES)
-
-
-def _index_by_parameter(train: TrainState) -> dict[str, Mapping[str, Any]]:
-    return {fqn: group.hyper for group in train.param_groups for fqn in group.fqns}
+            if key in right and not _is_same(left[key], right[key]):
+                yield key, fqn, repr(left[key]), repr(right[key])

@@ -209,7 +209,7 @@ def compare(unbroken: Series, resumed: Series) -> Trajectory:
     Raises:
         IncompleteError: the logs have no step in common.
     """
-    one, two = ({p.step: p for p in each.points} for each in (unbroken, resumed))
+    one, two = ({p.step: p for p in series.points} for series in (unbroken, resumed))
     steps = sorted(one.keys() & two.keys())
     if not steps:
         raise IncompleteError(

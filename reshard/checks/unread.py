@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import re
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from pathlib import PurePosixPath
 from typing import Any
 
@@ -59,7 +60,8 @@ def pair_tensors(a: Manifest, b: Manifest) -> Iterator[TensorPair]:
     """Yield the tensors in the DCP folders of both sides, paired by name."""
     for folder in _list_shared_folders(a, b):
         one, two = (
-            dict(_list_tensors(_read_folder(each.unread_files, folder), folder)) for each in (a, b)
+            dict(_list_tensors(_read_folder(manifest.unread_files, folder), folder))
+            for manifest in (a, b)
         )
         for name in one.keys() & two.keys():
             yield TensorPair(TENSOR, name, one[name], two[name])
@@ -86,7 +88,6 @@ def describe_others(a: Manifest, b: Manifest) -> Iterator[str]:
 
 
 def _has_state(name: str) -> bool:
-    """Return whether a file may hold a part of the training state, by its name."""
     return name.endswith(_STATE) and _NOT_RESUMED.fullmatch(name) is None
 
 
@@ -95,10 +96,13 @@ def _get_folder(name: str) -> str:
 
 
 def _list_shared_folders(a: Manifest, b: Manifest) -> list[str]:
-    """Return the folders in which both checkpoints have a state of DCP."""
     one, two = (
-        {_get_folder(name) for name in each.unread_files if PurePosixPath(name).name == METADATA}
-        for each in (a, b)
+        {
+            _get_folder(name)
+            for name in manifest.unread_files
+            if PurePosixPath(name).name == METADATA
+        }
+        for manifest in (a, b)
     )
     return sorted(one & two)
 
@@ -114,30 +118,28 @@ def _compare(name: str, a: Any, b: Any) -> Iterator[StateDifference]:
 
 
 def _read(path: str) -> Any:
-    """Return what a file contains, to be compared and shown: values, or its size."""
-    try:
+    with suppress(ReshardError):  # a file that is not read may have any content
         if path.endswith(".json"):
             return read_json(as_path(path))
         if is_torch_file(as_path(path)):
             file = torch_reader.read(as_path(path))
-            stored = [each for each in file.source().records if "/data/" in each.name]
-            sums = [(each.nbytes, each.crc32) for each in stored]
+            sums = [
+                (record.nbytes, record.crc32 or _hash(path, record.byte_offset, record.nbytes))
+                for record in file.records.values()
+            ]
             return {"values": to_plain(tree.convert_file(file)), "checksums of tensors": sums}
-    except ReshardError as error:  # a file that is not read may have any content
-        return error.problem
-    return f"{get_size(path)} bytes, SHA-256 {_hash(path)}"
+    return f"{get_size(path)} bytes, SHA-256 {_hash(path, 0, get_size(path))}"
 
 
-def _hash(path: str) -> str:
-    digest, size = hashlib.sha256(), get_size(path)
+def _hash(path: str, start: int, size: int) -> str:
+    digest = hashlib.sha256()
     with SourceFiles() as pool:
-        for start in range(0, size, _BLOCK):
-            digest.update(pool.read(path, start, min(_BLOCK, size - start)))
+        for at in range(0, size, _BLOCK):
+            digest.update(pool.read(path, start + at, min(_BLOCK, size - at)))
     return digest.hexdigest()
 
 
 def _are_equal(a: str, b: str) -> bool:
-    """Return whether two files have the same bytes."""
     size = get_size(a)
     if size != get_size(b):
         return False

@@ -73,7 +73,6 @@ def _explain(error: BaseException) -> int:  # noqa: PLR0911 - one return per exi
 
 
 def _explain_os_error(error: OSError) -> int:
-    """Print the error of a system call and return its exit code."""
     if error.errno == errno.ENOMEM:
         return _fail(f"{_OUT_OF_MEMORY}; {error.filename or error.strerror}", code=4)
     if error.errno == errno.ENOSPC:  # of stdout, which click writes a help text to

@@ -33,7 +33,6 @@ _verbose = click.option("-v", "--verbose", is_flag=True, help="Show more lines, 
 
 
 def _reported(function: Callable[..., None]) -> Callable[..., None]:
-    """Add the options of every command that shows a report."""
     return _json(_quiet(_verbose(function)))
 
 

@@ -27,8 +27,6 @@ _ARGUMENTS, _ALL = "reshard.arguments", "reshard.help_all"  # keys of a click co
 
 
 class _PathOrUrl(click.Path):
-    """A local path, or a URL."""
-
     def convert(
         self, value: Any, _param: click.Parameter | None, _context: click.Context | None
     ) -> Any:
@@ -37,8 +35,6 @@ class _PathOrUrl(click.Path):
 
 
 class _Parsed(_ParamType):
-    """A text that the option's own function parses, such as a size."""
-
     name = "text"
 
     def __init__(self, parse: Callable[[str], Any]) -> None:
@@ -52,14 +48,11 @@ class _Parsed(_ParamType):
 
 
 class _SpelledChoice(_Choice):
-    """A choice that is shown as it is declared; the user may write ``-`` for ``_``.
-
-    click's own shows every value as ``token_normalize_func`` returns it (``torch-dist``).
-    """
+    """click's own shows every value as ``token_normalize_func`` returns it (``torch-dist``)."""
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
         wanted = str(value).replace("_", "-")
-        spelled = (each for each in self.choices if each.replace("_", "-") == wanted)
+        spelled = (choice for choice in self.choices if choice.replace("_", "-") == wanted)
         return super().convert(next(spelled, value), param, ctx)
 
     def normalize_choice(self, choice: object, ctx: click.Context | None) -> str:  # noqa: ARG002
@@ -75,10 +68,10 @@ class _OpenChoice(_SpelledChoice):
         self._option = option
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
-        if value not in self.choices:
-            self.choices = self._option.all_choices
+        if value in self.choices:
+            return value
         try:
-            return super().convert(value, param, ctx)
+            return _SpelledChoice(self._option.all_choices).convert(value, param, ctx)
         except click.BadParameter as error:
             advice = self._option.declared.advice
             raise click.BadParameter(f"{error.message}\n{advice}".rstrip(), ctx, param) from None
@@ -88,13 +81,7 @@ PATH = _PathOrUrl()
 
 
 class _ClickOption(click.Option):
-    """An option under the title of its section.
-
-    Args:
-        field: the name of the declared option.
-        writers: the built-in targets that use it; empty if all targets do.
-        is_common: whether the short help lists it.
-    """
+    """An option under the title of its section; without ``writers``, all targets use it."""
 
     def __init__(
         self,
@@ -148,8 +135,8 @@ class Command(click.Command):
         if self._params is None:
             declared = _make_options(self.declared, self._required) if self._name_of_kind else ()
             given = self._given
-            arguments = [each for each in given if isinstance(each, click.Argument)]
-            own = [each for each in given if each not in arguments]
+            arguments = [param for param in given if isinstance(param, click.Argument)]
+            own = [param for param in given if param not in arguments]
             self._params = [*arguments, *declared, *own]
             if len(self._params) > _FEW:
                 self._params.append(_make_help_all())
@@ -168,15 +155,11 @@ class Command(click.Command):
             raise self._name_missing_arguments(error) from error
 
     def _name_missing_arguments(self, error: click.MissingParameter) -> click.UsageError:
-        """Return the error for missing arguments; click names only one, and not the missing one.
-
-        click fills arguments from the end: of ``SOURCE... DESTINATION`` it finds the first missing
-        if the user gave only a source.
-        """
-        needed = [each for each in self.params if isinstance(each, click.Argument)]
+        # click names only one, and not the missing one: it fills arguments from the end.
+        needed = [param for param in self.params if isinstance(param, click.Argument)]
         if error.param not in needed or len(needed) < 2:
             return error
-        names = " and ".join(each.metavar or each.human_readable_name for each in needed)
+        names = " and ".join(param.metavar or param.human_readable_name for param in needed)
         example = f", for example: {self.examples[0][0]}" if self.examples else ""
         return click.UsageError(f"{names} are required{example}", error.ctx)
 
@@ -195,14 +178,14 @@ class Command(click.Command):
         Without ``--help-all`` these are the common options, and those of the target that the
         command line names.
         """
-        options = [each for each in self.get_params(ctx) if isinstance(each, click.Option)]
+        options = [option for option in self.get_params(ctx) if isinstance(option, click.Option)]
         is_short = not ctx.meta.get(_ALL) and len(options) > _FEW
         target = _find_target(ctx.meta.get(_ARGUMENTS, ())) if is_short else None
         sections: dict[str, list[tuple[str, str]]] = {}
         hidden = 0
-        for each in options:
-            row = each.get_help_record(ctx)
-            title = _find_section(each, target) if is_short else getattr(each, "section", _REST)
+        for option in options:
+            row = option.get_help_record(ctx)
+            title = _find_section(option, target) if is_short else getattr(option, "section", _REST)
             if row is not None and title:
                 sections.setdefault(title, []).append(row)
             hidden += not title
@@ -218,7 +201,7 @@ class Command(click.Command):
         self, ctx: click.Context, hidden: int, target: str | None, options: Sequence[click.Option]
     ) -> str:
         text = f"{hidden} more options: {ctx.command_path} --help-all"
-        if target is None and any(each.name == "to" for each in options):
+        if target is None and any(option.name == "to" for option in options):
             text += f". Those of a target: {ctx.command_path} --to TARGET --help"
         return text
 
@@ -243,9 +226,9 @@ def take_options(kind: type[Options], values: dict[str, Any], **further: Any) ->
         further: fields of the dataclass that are not options.
     """
     taken = {}
-    for each in options_of(kind):
-        value = values.pop(_name_value(each))
-        taken[each.name] = not value if each.is_negated else value
+    for option in options_of(kind):
+        value = values.pop(_name_value(option))
+        taken[option.name] = not value if option.is_negated else value
     return build_options(kind, taken, **further)
 
 
@@ -267,7 +250,6 @@ def _make_help_all() -> click.Option:
 
 
 def _find_section(param: click.Option, target: str | None) -> str:
-    """Return the section of the short help for an option; empty if it is not there."""
     if not isinstance(param, _ClickOption):
         return _REST
     if target is not None and param.is_used_by(target):
@@ -287,24 +269,21 @@ def _make_options(kind: type[Options], required: Sequence[str]) -> Iterator[clic
     from reshard.formats.registry import list_built_in_writers_using
 
     declared_options = options_of(kind)
-    writers = {each.name: list_built_in_writers_using(each.name) for each in declared_options}
+    writers = {option.name: list_built_in_writers_using(option.name) for option in declared_options}
     users = _list_targets_of_groups(declared_options, writers)
-    for each in declared_options:
-        title = each.declared.group + users.get(each.declared.group, "")
-        is_required = each.name in required
-        yield _make_option(each, title, writers[each.name], is_required=is_required)
+    for option in declared_options:
+        title = option.declared.group + users.get(option.declared.group, "")
+        is_required = option.name in required
+        yield _make_option(option, title, writers[option.name], is_required=is_required)
 
 
 def _list_targets_of_groups(
     declared_options: Sequence[Option], writers: Mapping[str, Sequence[str]]
 ) -> dict[str, str]:
-    """Return the targets that use options of a group, as the title shows them.
-
-    Groups with options that every target uses are not in the result.
-    """
+    # Groups with options that every target uses are not in the result.
     users: dict[str, list[Sequence[str]]] = {}
-    for each in declared_options:
-        users.setdefault(each.declared.group, []).append(writers[each.name])
+    for option in declared_options:
+        users.setdefault(option.declared.group, []).append(writers[option.name])
     return {
         group: f" (--to {', '.join(dict.fromkeys(chain(*named)))})"
         for group, named in users.items()
@@ -362,5 +341,4 @@ def _choose_type(option: Option) -> Any:
 
 
 def _name_value(option: Option) -> str:
-    """Return the name under which click passes the value: that of the first flag."""
     return option.flags[0].partition("/")[0].lstrip("-").replace("-", "_")

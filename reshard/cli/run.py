@@ -79,7 +79,6 @@ def _shows_progress(*, quiet: bool) -> bool:
 
 @contextlib.contextmanager
 def _show_progress(total: int) -> Iterator[Callable[[int], None]]:
-    """Show a progress bar on stderr, in bytes."""
     from tqdm import tqdm
 
     with tqdm(total=total, unit="B", unit_scale=True, file=sys.stderr, leave=False) as progress:
@@ -112,7 +111,6 @@ def show_program(name: str, steps: int) -> Iterator[Callable[[int, float, str], 
 
 @contextlib.contextmanager
 def _show_steps(name: str, steps: int) -> Iterator[Callable[[int, float, str], None]]:
-    """Show a progress bar on stderr, in steps, with the last line that the program printed."""
     from tqdm import tqdm
 
     from reshard.commands.lines import make_printable

@@ -69,7 +69,7 @@ def demo(keep: Path | None, print_line: Print, run_meter: RunMeter) -> bool:
         command = [*_TRAIN.split(), "--save", str(run), "--log", str(log)]
         print_line(f"$ python {shlex.join(command)}")
         with run_meter("training", _END) as show:
-            _train(command, folder, lambda *each: show(trajectory.count_steps(log), *each))
+            _train(command, folder, lambda *state: show(trajectory.count_steps(log), *state))
         print_line((folder / "stdout.txt").read_text().rstrip())
         print_line(f"\n$ reshard merge {run} {model} --dtype bf16")
         for line in merge(run, model, MergeOptions(dtype="bf16")).lines():
@@ -109,7 +109,6 @@ def _train(arguments: list[str], folder: Path, watch: programs.Watch) -> None:
 
 
 def _generate_text(model: Path) -> str:
-    """Return the dtype of a merged model and the text that it generates under transformers."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
     from transformers.utils import logging
 

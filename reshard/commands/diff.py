@@ -137,12 +137,12 @@ class DiffReport(Report):
     @property
     def differs_in_random_states(self) -> bool:
         """Whether random states differ and nothing else; the exit code is 1 then, too."""
-        return self._has_equal_tensors and all(each.name == RNG for each in self.train)
+        return self._has_equal_tensors and all(value.name == RNG for value in self.train)
 
     @property
     def lacks_values_alone(self) -> bool:
         """Whether all tensors are equal, and each value that differs is only on one side."""
-        return self._has_equal_tensors and all(each.only for each in self.train)
+        return self._has_equal_tensors and all(value.only for value in self.train)
 
     @property
     def _has_equal_tensors(self) -> bool:
@@ -169,7 +169,7 @@ class DiffReport(Report):
             "equal",
             f"{units.counted(self.equal, 'tensor')} {how}" + (f" ({counts})" if counts else ""),
         )
-        yield from format_list("unequal", [each.describe() for each in self.unequal])
+        yield from format_list("unequal", [difference.describe() for difference in self.unequal])
         yield from format_list("only in A", [f"{kind} {fqn}" for kind, fqn in self.only_a])
         yield from format_list("only in B", [f"{kind} {fqn}" for kind, fqn in self.only_b])
         for value in self.train:
@@ -229,9 +229,9 @@ def compare(
         report.notes += unread.describe_others(left, right)
         report.train = [value for value in values if selection.is_selected(value.name)]
         paired.pairs += (
-            each
-            for each in (*_pair_own_tensors(left, right), *unread.pair_tensors(left, right))
-            if selection.is_selected(each.fqn)
+            tensor_pair
+            for tensor_pair in (*_pair_own_tensors(left, right), *unread.pair_tensors(left, right))
+            if selection.is_selected(tensor_pair.fqn)
         )
     _compare(paired.pairs, report, tolerance, dtype, options, meter)
     check_unchanged({**left.files, **right.files})
@@ -242,7 +242,7 @@ def compare(
 
 
 def _pair_own_tensors(a: Manifest, b: Manifest) -> Iterator[TensorPair]:
-    left, right = (collect_own_tensors(each.train) for each in (a, b))
+    left, right = (collect_own_tensors(manifest.train) for manifest in (a, b))
     for name in left.keys() & right.keys():
         yield TensorPair(TENSOR, name, left[name], right[name])
 
@@ -273,10 +273,11 @@ def open_checkpoints(sources: Iterable[formats.Paths], options: ReadOptions) -> 
 
 
 class _Selection:
-    """The tensors and values that the user chose to compare."""
-
     def __init__(self, options: DiffOptions, *manifests: Manifest) -> None:
-        slots = {kind for each in manifests for kind, _ in each.entries} - {"buffer", "param"}
+        slots = {kind for manifest in manifests for kind, _ in manifest.entries} - {
+            "buffer",
+            "param",
+        }
         known = {WEIGHT, OPTIMIZER, TRAIN, *(slots - {"master"})}
         self._kinds = {WEIGHT if kind == _WEIGHTS else kind for kind in options.kinds}
         for kind in self._kinds - known:
@@ -292,7 +293,11 @@ class _Selection:
 
     def select(self, paired: Paired) -> Paired:
         return Paired(
-            [each for each in paired.pairs if self._is_key_selected((each.kind, each.fqn))],
+            [
+                tensor_pair
+                for tensor_pair in paired.pairs
+                if self._is_key_selected((tensor_pair.kind, tensor_pair.fqn))
+            ],
             [key for key in paired.only_a if self._is_key_selected(key)],
             [key for key in paired.only_b if self._is_key_selected(key)],
             [fqn for fqn in paired.unnamed if self._is_key_selected((WEIGHT, fqn))],
@@ -314,9 +319,10 @@ def _compare(
 ) -> None:
     workers, window_bytes = options.budget()
     compared = [
-        (number, (each.a, each.b, common))
-        for number, each in enumerate(pairs)
-        if each.a.shape == each.b.shape and (common := _choose_dtype(each, dtype))
+        (number, (tensor_pair.a, tensor_pair.b, common))
+        for number, tensor_pair in enumerate(pairs)
+        if tensor_pair.a.shape == tensor_pair.b.shape
+        and (common := _choose_dtype(tensor_pair, dtype))
     ]
     report.bytes_read = sum(a.nbytes + b.nbytes for _, (a, b, _) in compared)
     with open_progress(meter, report.bytes_read) as progress:
@@ -328,26 +334,33 @@ def _compare(
             progress=progress,
         )
     by_pair = {compared[position][0]: difference for position, difference in differing.items()}
-    for number, each in enumerate(pairs):
-        unequal = _describe_difference(each, by_pair.get(number), dtype)
+    for number, tensor_pair in enumerate(pairs):
+        unequal = _describe_difference(tensor_pair, by_pair.get(number), dtype)
         if unequal is not None:
             report.unequal.append(unequal)
             continue
         report.equal += 1
-        report.equal_by_kind[each.kind] = report.equal_by_kind.get(each.kind, 0) + 1
+        report.equal_by_kind[tensor_pair.kind] = report.equal_by_kind.get(tensor_pair.kind, 0) + 1
 
 
 def _explain_dtypes(unequal: Sequence[Unequal], tolerance: Tolerance) -> Iterator[str]:
-    """Yield hints for tensors whose values are equal in the narrower of their two dtypes."""
     by_dtype: dict[str, list[Unequal]] = {}
-    for each in unequal:
-        both = [dtypes.parse(name) for name in (each.a, each.b)] if each.what == "dtype" else []
-        if both and not each.count and all(dtype.family == "float" for dtype in both):
+    for difference in unequal:
+        both = (
+            [dtypes.parse(name) for name in (difference.a, difference.b)]
+            if difference.what == "dtype"
+            else []
+        )
+        if both and not difference.count and all(dtype.family == "float" for dtype in both):
             narrow = min(both, key=lambda dtype: dtype.itemsize)
-            by_dtype.setdefault(narrow.name, []).append(each)
+            by_dtype.setdefault(narrow.name, []).append(difference)
     how = "the same" if tolerance.is_exact else "the same under the tolerance"
     for name, tensors in by_dtype.items():
-        scope = "" if all(each.kind in (WEIGHT, COPY) for each in tensors) else " (weights only)"
+        scope = (
+            ""
+            if all(difference.kind in (WEIGHT, COPY) for difference in tensors)
+            else " (weights only)"
+        )
         yield (
             f"{len(tensors)} of the unequal tensors differ only in dtype: as {name}, their values"
             f" are {how}; --dtype {name} compares them in this dtype{scope}"
@@ -355,9 +368,8 @@ def _explain_dtypes(unequal: Sequence[Unequal], tolerance: Tolerance) -> Iterato
 
 
 def _explain_sides(report: DiffReport, left: Manifest, right: Manifest) -> Iterator[str]:
-    """Yield hints for differences that other names, a merge or other ranks always bring."""
     only = [{kind for kind, _ in side} for side in (report.only_a, report.only_b)]
-    paired = {*report.equal_by_kind, *(each.kind for each in report.unequal)}
+    paired = {*report.equal_by_kind, *(difference.kind for difference in report.unequal)}
     if WEIGHT in only[0] & only[1] and WEIGHT not in paired:
         yield (
             "no weight has the same name in both. If one of them has names of its own, as Megatron"
@@ -389,31 +401,28 @@ def _explain_sides(report: DiffReport, left: Manifest, right: Manifest) -> Itera
         )
 
 
-def _choose_dtype(each: TensorPair, dtype: DType | None) -> DType | None:
-    """Return the dtype in which a pair is compared; None if its values cannot be compared."""
-    if dtype is not None and _is_cast(each):
+def _choose_dtype(tensor_pair: TensorPair, dtype: DType | None) -> DType | None:
+    if dtype is not None and _is_cast(tensor_pair):
         return dtype
-    if each.a.dtype == each.b.dtype:
-        return each.a.dtype
-    narrow = min(each.a.dtype, each.b.dtype, key=lambda each: each.itemsize)
-    return narrow if _are_floats(each) else None
+    if tensor_pair.a.dtype == tensor_pair.b.dtype:
+        return tensor_pair.a.dtype
+    narrow = min(tensor_pair.a.dtype, tensor_pair.b.dtype, key=lambda stored: stored.itemsize)
+    return narrow if _are_floats(tensor_pair) else None
 
 
-def _is_cast(each: TensorPair) -> bool:
-    """Return whether ``--dtype`` applies to a pair."""
-    return each.kind in (WEIGHT, COPY) and _are_floats(each)
+def _is_cast(tensor_pair: TensorPair) -> bool:
+    return tensor_pair.kind in (WEIGHT, COPY) and _are_floats(tensor_pair)
 
 
-def _are_floats(each: TensorPair) -> bool:
-    return each.a.dtype.family == each.b.dtype.family == "float"
+def _are_floats(tensor_pair: TensorPair) -> bool:
+    return tensor_pair.a.dtype.family == tensor_pair.b.dtype.family == "float"
 
 
 def _describe_difference(
-    each: TensorPair, difference: TensorDifference | None, dtype: DType | None
+    tensor_pair: TensorPair, difference: TensorDifference | None, dtype: DType | None
 ) -> Unequal | None:
-    """Return how a pair differs in shape, dtype or values; None if it does not."""
-    a, b = each.a, each.b
-    values = Unequal(each.kind, each.fqn, "values", "", "", numel=a.numel)
+    a, b = tensor_pair.a, tensor_pair.b
+    values = Unequal(tensor_pair.kind, tensor_pair.fqn, "values", "", "", numel=a.numel)
     if difference is not None:
         values.a, values.b = (
             str(value) if isinstance(value, int) else f"{value:.9g}"
@@ -425,6 +434,6 @@ def _describe_difference(
         values.max_ulp = difference.max_ulp
     if a.shape != b.shape:
         return replace(values, what="shape", a=str(list(a.shape)), b=str(list(b.shape)))
-    if a.dtype != b.dtype and not (dtype and _is_cast(each)):
+    if a.dtype != b.dtype and not (dtype and _is_cast(tensor_pair)):
         return replace(values, what="dtype", a=str(a.dtype), b=str(b.dtype))
     return values if difference is not None else None

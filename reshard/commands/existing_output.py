@@ -53,7 +53,6 @@ def is_written(
 
 
 def _has_content(path: Path, planned: OutputFile) -> bool:
-    """Return whether a file has the planned size and known bytes, except stored checksums."""
     checksums = _list_locations(planned)
     with path.open("rb") as file:
         if path.stat().st_size != planned.nbytes:
@@ -66,7 +65,6 @@ def _has_content(path: Path, planned: OutputFile) -> bool:
 
 
 def _has_bytes(directory: Path, output: OutputFile, planned: OnDemandFiles) -> bool:
-    """Return whether all bytes of a file are the planned ones, except stored checksums."""
     checksums = _list_locations(output)
     with (directory / output.name).open("rb") as file:
         for offset in range(0, output.nbytes, _COMPARED_BYTES):

@@ -97,7 +97,6 @@ def forecast(
 
 
 def _add_up(*parts: tuple[int, float | None]) -> float | None:
-    """Return the sum of the times of all parts, or None if the rate of one is not known."""
     seconds = 0.0
     for nbytes, rate in parts:
         if nbytes and rate is None:
@@ -107,7 +106,6 @@ def _add_up(*parts: tuple[int, float | None]) -> float | None:
 
 
 def _find_existing(destination: Path) -> Path | None:
-    """Return the nearest directory above the destination; None if it cannot be written to."""
     existing = next((path for path in destination.parents if path.is_dir()), None)
     return existing if existing is not None and os.access(existing, os.W_OK) else None
 
@@ -141,7 +139,6 @@ def _choose_blocks(files: Sequence[SourceFile]) -> Iterator[tuple[str, int, int]
 
 
 def _probe_destination(directory: Path | None, nbytes: int) -> tuple[float | None, float | None]:
-    """Return the rates at which a file is written durably and read back."""
     if directory is None or not nbytes:
         return None, None
     # Random bytes, because file systems that compress write zeros faster than tensors.
@@ -163,7 +160,6 @@ def _probe_destination(directory: Path | None, nbytes: int) -> tuple[float | Non
 
 
 def _measure_memory() -> int:
-    """Return the peak of this process so far, in bytes."""
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else peak * 1024  # Linux counts kilobytes
 

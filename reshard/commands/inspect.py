@@ -106,16 +106,19 @@ class Inspection(Report):
     @property
     def warnings(self) -> list[str]:
         """The warnings of the reader, contradictions, and state of the optimizer that was lost."""
-        conflicts = (f"{each.file}: {each.problem}" for each in find_conflicts(self.manifest.files))
+        conflicts = (
+            f"{conflict.file}: {conflict.problem}"
+            for conflict in find_conflicts(self.manifest.files)
+        )
         counters = find_counter_conflicts(self.manifest)
-        lost = (f"the optimizer has {each}" for each in find_lost_state(self.manifest))
+        lost = (f"the optimizer has {state}" for state in find_lost_state(self.manifest))
         odd = find_impossible_settings(self.manifest)
         return [*self.manifest.warnings, *conflicts, *counters, *lost, *odd]
 
     @property
     def frozen(self) -> list[str]:
         """The parameters that no optimizer lists, sorted."""
-        return sorted(self.manifest.frozen - self._listed)
+        return sorted(self.manifest.frozen - self.manifest.train.group_of.keys())
 
     @property
     def never_updated(self) -> list[str]:
@@ -123,11 +126,7 @@ class Inspection(Report):
 
         No file states whether they are frozen, or have only had no gradient so far.
         """
-        return sorted(self.manifest.frozen & self._listed)
-
-    @property
-    def _listed(self) -> set[str]:
-        return {fqn for group in self.manifest.train.param_groups for fqn in group.fqns}
+        return sorted(self.manifest.frozen & self.manifest.train.group_of.keys())
 
     def lines(self) -> Iterator[str]:
         """Yield the lines of the report as text."""
@@ -146,7 +145,7 @@ class Inspection(Report):
         yield from self._list_sizes()
         yield from self._list_names()
         if self.manifest.absent:
-            shown = units.some(self.manifest.absent, _SHOWN)
+            shown = units.abridge(self.manifest.absent, _SHOWN)
             yield format_row("warning", f"listed, but no rank stores a value: {shown}")
         for text in self.warnings:
             yield format_row("warning", text)
@@ -208,23 +207,25 @@ class Inspection(Report):
         )
         yield format_row("optimizer", _describe_optimizer(manifest))
         yield DetailLine("values", describe_leaves(count_leaves(manifest)))
-        what = f"agree: {files} of all ranks, no gap and no overlap (values are not read)"
+        what = (
+            f"agree: {files} of all ranks, no gap and no overlap (elements of tensors are not read)"
+        )
         yield format_row("headers", what)
 
     def _list_names(self) -> Iterator[LabelledLine]:
         for alias, kept in list(self.manifest.tied.items())[:_SHOWN]:
             yield format_row("tied", f"{alias} = {kept}")
         if self.frozen:
-            yield format_row("frozen", units.some(self.frozen, _SHOWN))
+            yield format_row("frozen", units.abridge(self.frozen, _SHOWN))
         if self.never_updated:
-            shown = units.some(self.never_updated, _SHOWN)
+            shown = units.abridge(self.never_updated, _SHOWN)
             yield format_row("not updated", f"{shown} (frozen, or without a gradient so far)")
 
 
 def _describe_optimizer(manifest: Manifest) -> str:
     is_left_out = manifest.unnamed or manifest.train.non_tensor_state
     lost = manifest.unnamed_optimizers
-    unassigned = f", but not assigned to parameters: {units.some(lost)}" if lost else ""
+    unassigned = f", but not assigned to parameters: {units.abridge(lost)}" if lost else ""
     if manifest.has_optimizer:
         return f"yes{unassigned}"
     if lost or is_left_out:
@@ -253,7 +254,6 @@ def _build_page(inspection: Inspection) -> Page:
 
 
 def _iterate_parameters(manifest: Manifest) -> Iterator[Entry]:
-    """Yield every parameter once, even if it is stored both as master and as trained."""
     seen: set[str] = set()
     for entry in manifest.of_kind(PARAM, MASTER):
         if entry.fqn not in seen:
@@ -267,7 +267,6 @@ def count_parameters(manifest: Manifest) -> int:
 
 
 def _summarize_kinds(manifest: Manifest) -> dict[str, dict[str, Any]]:
-    """Return kind -> number of tensors, logical bytes and dtypes; weights come first."""
     summary: dict[str, dict[str, Any]] = {}
     present = {entry.kind for entry in manifest.entries.values()}
     order = [kind for kind in (PARAM, BUFFER, MASTER) if kind in present]

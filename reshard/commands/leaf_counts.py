@@ -50,12 +50,11 @@ def describe_leaves(counts: dict[str, Any]) -> str:
     )
     opaque = counts["opaque"]
     if opaque:
-        text += f", {len(opaque)} not interpreted ({units.some(list(opaque), _SHOWN)})"
+        text += f", {len(opaque)} not interpreted ({units.abridge(list(opaque), _SHOWN)})"
     return text
 
 
 def _count(value: Any) -> int:
-    """Return the number of leaves of a nested value."""
     if isinstance(value, dict):
         # Imported here because most model files have no such value.
         from reshard.state_dict.plain_values import is_description

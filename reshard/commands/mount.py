@@ -77,11 +77,16 @@ def check_directory(directory: Path) -> None:
     try:
         names = [path.name for path in directory.iterdir()]
     except OSError as error:
-        remedy = f"create it: mkdir -p {directory}"
-        if error.errno == errno.ENOTCONN:  # its process was killed
-            remedy = f"an earlier mount still occupies it; remove that mount: umount -l {directory}"
+        remedies = {
+            errno.ENOENT: f"create it: mkdir -p {directory}",
+            # Its process was killed.
+            errno.ENOTCONN: "an earlier mount still occupies it; remove that mount:"
+            f" umount -l {directory}",
+        }
         raise UsageError(
-            directory, f"expected an empty directory: {error.strerror}", remedy
+            directory,
+            f"expected an empty directory: {error.strerror}",
+            remedies.get(error.errno or 0, "choose or create another directory"),
         ) from error
     if names:
         problem = f"expected an empty directory; it contains {names[0]}"
@@ -112,7 +117,6 @@ def _check_device() -> None:
 
 
 def _run(fuse: Any, operations: FileOperations, directory: Path) -> None:
-    """Mount and answer the kernel's requests, in threads of libfuse, until the end."""
     bounded: dict[str, int] = {}
     if (fuse.fuse_version_major, fuse.fuse_version_minor) >= (3, 12):  # older ones have no option
         bounded = {"max_threads": _MOST_THREADS, "max_idle_threads": _MOST_THREADS}
@@ -139,10 +143,7 @@ def _run(fuse: Any, operations: FileOperations, directory: Path) -> None:
 
 @contextmanager
 def _unmount_at_signals() -> Iterator[None]:
-    """Let libfuse handle the signals that end a program: it unmounts, and returns.
-
-    It replaces only handlers that are the default, and Python's do not run while it does.
-    """
+    # libfuse then unmounts, and returns. It replaces only handlers that are the default.
     replaced = {}
     with suppress(ValueError):  # not in the main thread
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
@@ -195,8 +196,8 @@ class ComputedBlocks:
         with self._lock:
             block, is_new = self._keep(key)
             ahead = self._keep_ahead(name, index)
-        for following, each in ahead:
-            self._threads.submit(self._fulfil, following, each)
+        for following, future in ahead:
+            self._threads.submit(self._fulfil, following, future)
         return self._fulfil(key, block) if is_new else block.result()
 
     def _keep(self, key: _Key) -> tuple[Future[mmap.mmap], bool]:
@@ -213,7 +214,7 @@ class ComputedBlocks:
         if (name, index - 1) not in self._kept:  # not a sequential read
             return []
         last = (self._files.nbytes(name) - 1) // _BLOCK_BYTES
-        keys = [(name, each) for each in range(index + 1, min(index + self._ahead, last) + 1)]
+        keys = [(name, number) for number in range(index + 1, min(index + self._ahead, last) + 1)]
         return [(key, self._keep(key)[0]) for key in keys if key not in self._kept]
 
     def _fulfil(self, key: _Key, block: Future[mmap.mmap]) -> mmap.mmap:

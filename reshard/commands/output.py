@@ -143,18 +143,15 @@ def forecast_job(job: Job[R], output: Path, options: OutputOptions) -> Forecast:
     """Forecast the memory, disk and time of writing a planned output."""
     from reshard.commands.forecast import forecast
 
-    workers, _ = options.budget()
-    # A worker has a window and a read buffer of the same size. Reads may turn out to
-    # wait, and then bytes are read ahead.
-    buffer_bytes = workers * (2 * job.plan.window_bytes + job.worker_nbytes)
-    buffer_bytes += min(options.ahead_bytes, job.report.bytes_read)
+    buffer_bytes = options.count_buffer_bytes(job.plan.window_bytes, job.worker_nbytes)
     return forecast(
         job.manifest.files.values(),
         output,
         bytes_read=job.report.bytes_read,
         bytes_written=job.skeleton.nbytes,
-        buffer_bytes=buffer_bytes,
-        workers=workers,
+        # Reads may turn out to wait, and then bytes are read ahead.
+        buffer_bytes=buffer_bytes + min(options.ahead_bytes, job.report.bytes_read),
+        workers=options.budget()[0],
         verify=options.verify,
     )
 
@@ -165,11 +162,8 @@ def is_single_file(destination: str | Path) -> bool:
 
 
 def _resolve_destination(destination: str | Path) -> Path:
-    """Return the path of the output, with links resolved, except a link to an output file.
-
-    A link to a file is replaced, not written through: in Hugging Face's cache it leads to a blob
-    that other snapshots share.
-    """
+    # A link to a file is replaced, not written through: in Hugging Face's cache it leads to a blob
+    # that other snapshots share.
     path = as_path(destination)
     check_suffix(path)
     if not is_single_file(path) or is_remote(str(path)):
@@ -179,11 +173,8 @@ def _resolve_destination(destination: str | Path) -> Path:
 
 @contextlib.contextmanager
 def _report_untouched(destination: Path) -> Iterator[None]:
-    """Add to an interrupt of this block that nothing was written, if it has no message yet.
-
-    An interrupt during the reading of the source may be raised later, when writing has begun, if
-    it arrives while Python cleans up; the message must not depend on that.
-    """
+    # An interrupt during the reading of the source may be raised later, when writing has begun, if
+    # it arrives while Python cleans up; the message must not depend on that.
     try:
         yield
     except KeyboardInterrupt as error:
@@ -198,14 +189,7 @@ def _open_source(
     options: OutputOptions,
     beside: Sequence[Path],
 ) -> tuple[Manifest, ExistsError | None]:
-    """Read the manifest of a source, and check that it is safe and that the destination is free.
-
-    Args:
-        beside: further paths that are read and therefore must not be written to.
-
-    Returns:
-        The manifest, and why the destination is not free if it may have this output already.
-    """
+    """Also return why the destination is not free, if it may have this output already."""
     manifest = read_trusted(sources, options)
     occupied = None
     try:
@@ -261,7 +245,6 @@ def write(
 
 
 def _open_unfinished(partial: commit.PartialOutput, *args: Any) -> Unfinished[Any]:
-    """Return the output of a job in `partial`, which this process has claimed or joined."""
     if is_remote(str(partial.path)):
         from reshard.engine.move.receipts import Receipts
 
@@ -272,7 +255,6 @@ def _open_unfinished(partial: commit.PartialOutput, *args: Any) -> Unfinished[An
 def _resume_or_clear(
     partial: commit.PartialOutput, unfinished: Unfinished[Any], options: OutputOptions
 ) -> tuple[Outcome | None, list[str]]:
-    """Return what an interrupted run had written, or clear it if it is not resumed; and notes."""
     team = options.team
     left = unfinished.read_progress() if options.resume and team.first else None
     is_resumed = broadcast_text(team, "on" if left else "")
@@ -305,7 +287,7 @@ def _check_written(
 
 def _refuse_overflow(outcome: Outcome, skeleton: Skeleton) -> None:
     names = outcome.overflowed.most_common()
-    shown = units.some([f"{fqn} ({count})" for fqn, count in names], LISTED)
+    shown = units.abridge([f"{fqn} ({count})" for fqn, count in names], LISTED)
     lost = units.counted(outcome.overflowed.total(), "finite value")
     written = [entry.dtype for entry in skeleton.entries if entry.fqn == names[0][0]]
     dtype = min(written, key=lambda dtype: dtype.itemsize)
@@ -318,11 +300,6 @@ def _refuse_overflow(outcome: Outcome, skeleton: Skeleton) -> None:
 
 
 def _build_page(document: Mapping[str, Any], job: Job[Any]) -> Page:
-    """Build the page of a report: the source and the output.
-
-    Args:
-        document: ``to_dict()`` of the report.
-    """
     from reshard.commands.inspect import Inspection
     from reshard.html import pages
 
@@ -351,7 +328,6 @@ def check_overlaps(skeleton: Skeleton) -> None:
 
 
 def _are_apart(ranges: list[tuple[int, int]], nbytes: int) -> bool:
-    """Return whether ranges of a file's bytes are disjoint and inside of the file."""
     ends = [(0, 0), *sorted(ranges), (nbytes, nbytes)]
     return all(before[1] <= after[0] for before, after in pairwise(ends))
 

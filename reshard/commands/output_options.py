@@ -72,8 +72,15 @@ class ReadOptions(ReportOptions):
     @property
     def ahead_bytes(self) -> int:
         """The memory for what is read ahead, in bytes."""
-        workers, window_bytes = self.budget()
-        return min(self.max_memory_bytes - 2 * workers * window_bytes, AHEAD_BYTES)
+        return min(self.max_memory_bytes - self.count_buffer_bytes(self.budget()[1]), AHEAD_BYTES)
+
+    def count_buffer_bytes(self, window_bytes: int, computed_bytes: int = 0) -> int:
+        """Return the memory of all workers' buffers: a window and a read buffer of the same size.
+
+        Args:
+            computed_bytes: the memory in which a worker computes values.
+        """
+        return self.budget()[0] * (2 * window_bytes + computed_bytes)
 
 
 @dataclass(frozen=True, kw_only=True)

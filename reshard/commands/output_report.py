@@ -81,7 +81,6 @@ class OutputReport(Report):
         self.done = True
 
     def _format_written(self, nbytes: int) -> str:
-        """Return the first line: what was written, or would be without ``--dry-run``."""
         if self.already_there:
             return f"already there: {self.destination}, from the same source with the same options"
         verb = "wrote" if self.done else "would write"
@@ -99,7 +98,6 @@ class OutputReport(Report):
         return format_list("identity", [str(self.identity)] if self.identity else [], DetailLine)
 
     def _list_timing(self) -> Iterator[str]:
-        """Yield what an interrupted run had written, and how long writing took or would take."""
         if self.resumed_bytes:
             size = units.show_bytes(self.resumed_bytes)
             yield format_row("resumed", f"{size} of an interrupted run")

@@ -35,11 +35,6 @@ def apply_names(conversion: C, naming: Naming) -> C:
 
 
 def _note_trained_padding(manifest: Manifest, table: Table, vocab_size: int) -> list[str]:
-    """Return notes on padding rows with trained values, which took part in the softmax.
-
-    Args:
-        vocab_size: rows that are not padding.
-    """
     trained = []
     with SourceFiles(manifest.files) as pool:
         for entry in manifest.entries.values():
@@ -57,7 +52,6 @@ def _note_trained_padding(manifest: Manifest, table: Table, vocab_size: int) -> 
 
 
 def _is_trained(entry: Entry, vocab_size: int, pool: SourceFiles) -> bool:
-    """Return whether the padding rows differ, or hold optimizer state; reads one row at a time."""
     width = entry.shape[1:]
     rows = (
         bytes(read_block(pool, entry, Box((row, *(0,) * len(width)), (1, *width))))

@@ -23,7 +23,10 @@ _LAST_LINES = 12
 _LAST_BYTES = 16 << 10
 # Real-time signals have no names, so look-ups have a default.
 _SIGNALS = {number.value: number.name for number in signal.Signals}
-_EXCEPTION = re.compile(r"(\[rank\d+\]: ?)?[A-Za-z_][\w.]*(Error|Exception)\b")
+_CAUSE = re.compile(
+    r"(\[rank\d+\]: ?)?[A-Za-z_][\w.]*(Error|Exception)\b"
+    r"|\S+: (error: |can't open file |No module named )"  # argparse's, and python's own
+)
 _PLACEHOLDER = re.compile(r"\{([a-z_]+)\}")
 _NAMES = ("checkpoint", "world_size", "steps", "until", "log", "out", "zero_stage")
 _LISTED = ", ".join(f"{{{name}}}" for name in _NAMES)
@@ -153,11 +156,6 @@ def run(
 def _wait(
     process: subprocess.Popen[bytes], folder: Path, timeout_s: float, watch: Watch | None
 ) -> None:
-    """Wait until the program ends; call ``watch`` every second.
-
-    Raises:
-        subprocess.TimeoutExpired: the program runs longer than ``timeout_s``.
-    """
     began = called = time.monotonic()
     while (now := time.monotonic()) < began + timeout_s:
         signals.check()
@@ -180,7 +178,6 @@ def _read_newest_line(folder: Path) -> str:
 
 
 def _end(process: subprocess.Popen[bytes]) -> int:
-    """End the process group, by SIGKILL if SIGTERM does not; return the exit code."""
     if process.returncode is not None:
         return process.returncode
     with contextlib.suppress(ProcessLookupError, subprocess.TimeoutExpired):
@@ -192,13 +189,10 @@ def _end(process: subprocess.Popen[bytes]) -> int:
 
 
 def _read_last_lines(path: Path) -> tuple[str, ...]:
-    """Return the last lines of a file, after earlier lines that name exceptions.
-
-    A launcher prints a long summary of its own below the exception of a rank.
-    """
+    """Earlier lines that state causes stay: a launcher prints a long summary below them."""
     with path.open("rb") as file:
         file.seek(max(0, path.stat().st_size - _LAST_BYTES))
         text = file.read().decode(errors="replace")
     lines = [line for line in text.splitlines() if line.strip()]
     before, last = lines[:-_LAST_LINES], lines[-_LAST_LINES:]
-    return (*dict.fromkeys(filter(_EXCEPTION.match, before)), *last)
+    return (*dict.fromkeys(filter(_CAUSE.match, before)), *last)

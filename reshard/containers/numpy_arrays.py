@@ -48,7 +48,16 @@ _DTYPES: Mapping[str, DType] = {  # numpy's kind and size
     "c16": dtypes.BY_NAME["complex128"],
 }
 _KINDS = {"O": "object", "V": "structured", "U": "text", "S": "bytes", "M": "date", "m": "time"}
-_NUMBERS = "efdbhilqBHILQ?"
+_CODES = {  # of `struct`
+    dtypes.FLOAT16: "e",
+    dtypes.FLOAT32: "f",
+    dtypes.FLOAT64: "d",
+    dtypes.BY_NAME["bool"]: "?",
+    **{dtypes.BY_NAME[f"int{8 << n}"]: code for n, code in enumerate("bhiq")},
+    **{dtypes.BY_NAME[f"uint{8 << n}"]: code for n, code in enumerate("BHIQ")},
+    dtypes.BY_NAME["complex64"]: "2f",
+    dtypes.BY_NAME["complex128"]: "2d",
+}
 
 
 class _UnreadableError(Exception):
@@ -168,8 +177,6 @@ class Array(Tensor):
 
 
 class _Scalar(Array):
-    """A numpy scalar: a tensor without dims, and its value as a number."""
-
     __slots__ = ("value",)
 
     def __init__(self, value: Any, call: Call, *tensor: Any) -> None:
@@ -182,20 +189,8 @@ def _is_scalar(value: Any) -> bool:
 
 
 def _unpack_number(dtype: DType, data: bytes) -> Any:
-    """Return the Python value of a numpy scalar; a complex one is a complex."""
-    if dtype.family == "complex":
-        return complex(*struct.unpack("<2f" if dtype.itemsize == 8 else "<2d", data))
-    codes = (code for code in _NUMBERS if _code_fits(code, dtype))
-    return struct.unpack(f"<{next(codes)}", data)[0]
-
-
-def _code_fits(code: str, dtype: DType) -> bool:
-    """Return whether a code of `struct` belongs to a dtype."""
-    if struct.calcsize(f"<{code}") != dtype.itemsize:
-        return False
-    if dtype.family in ("float", "bool"):
-        return code in ("efd" if dtype.family == "float" else "?")
-    return code in ("BHILQ" if dtype.name.startswith("u") else "bhilq")
+    number, *imaginary = struct.unpack(f"<{_CODES[dtype]}", data)
+    return complex(number, *imaginary) if imaginary else number
 
 
 def _parse_array(call: Call) -> tuple[DType, Index, Index, bytes]:

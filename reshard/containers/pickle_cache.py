@@ -80,7 +80,6 @@ class _Kept(NamedTuple):
     holders: Holders
 
     def equals(self, data: bytes, holes: Sequence[Span]) -> bool:
-        """Return whether a pickle has the same bytes outside of some ranges."""
         if len(self.parts) != len(holes) + 1:
             return False
         at = 0
@@ -142,9 +141,9 @@ class PickleCache:
     def _keep(self, data: bytes, holes: list[Span], content: PickleContent) -> None:
         value, stored, finder = content.value, content.storages, _TensorFinder()
         # A pickle of placeholders can have many of them.
-        if any(each.nbytes for each in stored) or _is_simple(value):
+        if any(storage.nbytes for storage in stored) or _is_simple(value):
             tensors = finder.find(value) - finder.meshes.keys()
-            if _HOLDS_ITSELF in tensors or len(tensors) != sum(each.views for each in stored):
+            if _HOLDS_ITSELF in tensors or len(tensors) != sum(storage.views for storage in stored):
                 return
         meshes = list(finder.meshes.values())
         place = _find_place(data) if len(meshes) == 1 else None
@@ -158,12 +157,7 @@ class PickleCache:
 
 
 def _find_stamp(data: bytes) -> tuple[list[Span], tuple[int, str] | None]:
-    """Find the stamp at the end of a pickle.
-
-    Returns:
-        Where it states the rank and the name of the file; the rank and the name. Nothing if the
-        pickle does not end with a stamp.
-    """
+    """Return where a stamp states the rank and the file's name, and both; nothing without one."""
     start = data.rfind(_KEY, max(len(data) - _LONGEST, 0))
     match = _STAMP.fullmatch(data, start) if start >= 0 else None
     if match is None or len(match[3]) != int.from_bytes(match[2], "little"):
@@ -172,10 +166,7 @@ def _find_stamp(data: bytes) -> tuple[list[Span], tuple[int, str] | None]:
 
 
 def _find_place(data: bytes, at: int | None = None) -> re.Match[bytes] | None:
-    """Return what a mesh states about the rank, at an offset or anywhere; None if it is not there.
-
-    The groups of the match are the ranges that differ between ranks.
-    """
+    """Return what a mesh states about the rank, at an offset or anywhere."""
     match = _MESH.search(data) if at is None else _MESH.match(data, at)
     if match and all(size[0] == len(name) for size, name in _NAMES.findall(match[1])):
         return match
@@ -183,7 +174,6 @@ def _find_place(data: bytes, at: int | None = None) -> re.Match[bytes] | None:
 
 
 def _read_place(match: re.Match[bytes]) -> dict[str, Any]:
-    """Return what a mesh states about the rank."""
     return {
         _GROUPS: [name.decode() for _, name in _NAMES.findall(match[1])],
         _RANK: _read(match[2]),
@@ -198,10 +188,10 @@ def _read(number: bytes) -> int:
 def _renew(kept: _Kept, path: str, stamp: Stamp | None, place: Mapping[str, Any]) -> PickleContent:
     content = kept.content
     own = {
-        id(each): StoredBuffer(
-            path, each.key, each.dtype, each.nbytes, views=each.views, viewed=each.viewed
+        id(old): StoredBuffer(
+            path, old.key, old.dtype, old.nbytes, views=old.views, viewed=old.viewed
         )
-        for each in content.storages
+        for old in content.storages
     }
     value = content.value
     if kept.holders or type(value) is Tensor:
@@ -214,7 +204,7 @@ def _renew(kept: _Kept, path: str, stamp: Stamp | None, place: Mapping[str, Any]
 
 def _is_simple(value: Any) -> bool:
     values = value.values() if isinstance(value, dict) else (value,)
-    return all(isinstance(each, (Tensor, str, int, float, type(None))) for each in values)
+    return all(isinstance(part, (Tensor, str, int, float, type(None))) for part in values)
 
 
 class _TensorFinder:
@@ -234,9 +224,6 @@ class _TensorFinder:
         """Return the ids of the tensors in a value, and those of the dicts of meshes with a minus.
 
         `_HOLDS_ITSELF` is among them if one of the values holds itself.
-
-        Args:
-            depth: how many values hold this one.
         """
         if id(value) in self._seen:
             return self._seen[id(value)]

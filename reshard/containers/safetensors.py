@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from reshard.core import dtypes
-from reshard.core.box import MAX_DIMS, Index, whole
+from reshard.core.box import MAX_DIMS, whole
 from reshard.core.chunks import Chunk, contiguous
 from reshard.core.dtypes import DType
 from reshard.core.manifest import Entry, SourceFile
@@ -193,10 +193,11 @@ def lay_out(
     text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
     text += b" " * (-len(text) % 8)  # ``serialize`` aligns the data to 8 bytes
     start = 8 + len(text)
-    placed = [
-        _place_entry(path, entry, dtype, start + header[entry.fqn]["data_offsets"][0])
-        for entry, dtype in ordered
-    ]
+    placed = []
+    for entry, dtype in ordered:
+        offset = start + header[entry.fqn]["data_offsets"][0]
+        chunk = contiguous(path, offset, dtype, whole(entry.shape))
+        placed.append(Entry(entry.fqn, entry.kind, dtype, entry.shape, (chunk,)))
     return struct.pack("<Q", len(text)) + text, placed, start + at
 
 
@@ -206,9 +207,3 @@ def _check_names(names: Iterable[str]) -> None:
             raise UnsupportedError(
                 repr(name), "is not a name that safetensors can store", "rename it with --rename"
             )
-
-
-def _place_entry(path: str, entry: Entry, dtype: DType, byte_offset: int) -> Entry:
-    shape: Index = entry.shape
-    chunk = contiguous(path, byte_offset, dtype, whole(shape))
-    return Entry(entry.fqn, entry.kind, dtype, shape, (chunk,))

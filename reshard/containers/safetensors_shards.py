@@ -58,11 +58,8 @@ def lay_out_file(
 def _divide(
     tensors: Iterable[tuple[Entry, DType]], limit: int
 ) -> Iterable[list[tuple[Entry, DType]]]:
-    """Divide tensors greedily, in order; a tensor larger than the limit is a shard by itself.
-
-    Such a tensor does not end the open shard (huggingface_hub 2.4 ``serialization/_base.py``,
-    ``split_state_dict_into_shards_factory``).
-    """
+    # A tensor larger than the limit is a shard by itself, and does not end the open shard
+    # (huggingface_hub 2.4 ``serialization/_base.py``, ``split_state_dict_into_shards_factory``).
     shard: list[tuple[Entry, DType]] = []
     size = 0
     for entry, dtype in tensors:

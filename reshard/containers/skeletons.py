@@ -7,7 +7,6 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
-from reshard.core.chunks import Chunk
 from reshard.core.manifest import Entry, Key, OutputFile, Skeleton
 from reshard.layouts.runs import EqualRuns, RankOffsets
 
@@ -60,16 +59,15 @@ def move_out(part: Skeleton, directory: str) -> Skeleton:
 
 
 def _rename_files(part: Skeleton, rename: Callable[[str], str]) -> Skeleton:
-
-    def rename_chunks(entry: Entry) -> tuple[Chunk, ...]:
-        return tuple(replace(chunk, file=rename(chunk.file)) for chunk in entry.chunks)
-
     return Skeleton(
         tuple(
             replace(file, name=rename(file.name), like=file.like and rename(file.like))
             for file in part.files
         ),
-        tuple(replace(entry, chunks=rename_chunks(entry)) for entry in part.entries),
+        tuple(
+            replace(entry, chunks=tuple(replace(c, file=rename(c.file)) for c in entry.chunks))
+            for entry in part.entries
+        ),
     )
 
 

@@ -129,7 +129,6 @@ class TorchFile:
         )
 
     def _list_claims(self) -> tuple[Claim, ...]:
-        """Return what the file states about its own name and, if it has a stamp, its save."""
         claims = stamps.list_claims(self.stamp)
         if self.archive:
             claims.append(Claim(stamps.FILE_NAME, self.archive, "the name of its zip archive"))
@@ -355,7 +354,6 @@ def _get_first(value: Any, *_rest: Any) -> Any:
 
 
 def _rebuild_typed(function: Global, kind: Any, args: tuple[Any, ...], state: Any) -> Any:
-    """Return a tensor, or a `Call` of its class if that is a wrapper (ShardedTensor, DTensor)."""
     # torch never nests these calls. Nested ones would recurse through `TORCH_BUILDERS`.
     if function.name.startswith("torch._tensor."):
         raise ValueError("a rebuild call whose argument is itself a rebuild call")
@@ -369,7 +367,6 @@ def _rebuild_typed(function: Global, kind: Any, args: tuple[Any, ...], state: An
 
 
 def _get_held(call: Call, attribute: str) -> Tensor:
-    """Return the tensor that a wrapper holds, of which it has the dtype and the shape."""
     held = call.get(attribute)
     if not isinstance(held, Tensor):
         raise TypeError(f"a {call.name} without a tensor {attribute}")

@@ -111,7 +111,7 @@ def read_archive(
     if byteorder and (byteorder.nbytes, byteorder.crc32) != _LITTLE_ENTRY:
         _, order = byteorder.read(archive, checked=checked)
         if order != _LITTLE:
-            raise UnsupportedError(path, f"contains {order!r}-endian tensors")
+            raise UnsupportedError(path, f"contains {order.decode('latin-1')}-endian tensors")
     if member.nbytes > MAX_PICKLE:
         raise CorruptError(
             path, f"its pickle has {member.nbytes} bytes, more than reshard reads", ALTERED
@@ -162,11 +162,8 @@ def _place_storage(
 def _read_stream(
     path: str, size: int, files: SourceFiles, builders: Mapping[str, Builder]
 ) -> TorchFile:
-    """Read the structure of one stream, as torch before 1.6 wrote it.
-
-    Five pickles (a magic number, the protocol, the system, the object, the keys of its storages)
-    come first, then for each storage its number of elements and its data. There are no checksums.
-    """
+    # Five pickles (a magic number, the protocol, the system, the object, the keys of its storages)
+    # come first, then for each storage its number of elements and its data. There are no checksums.
     storages = Storages(path)
     done, end, keys = _read_structure(path, size, files, builders, storages)
     check_views(path, storages.by_key.values(), size)
@@ -205,6 +202,8 @@ def _read_stream(
             f"the pickle names {len(storages.by_key)} storages, but the file stores {len(keys)}",
             ALTERED,
         )
+    # As in an archive, in the order of the pickle: the stream has that of addresses in memory.
+    file.records = {key: file.records[key] for key in storages.by_key}
     return file
 
 
@@ -215,7 +214,6 @@ def _read_structure(
     builders: Mapping[str, Builder],
     storages: Storages,
 ) -> tuple[Unpickled, int, list[Any]]:
-    """Read the pickles from as much of the file's head as they turn out to need."""
     # No field gives the length of the pickles, and data of any size follow them.
     limit = min(size, MAX_PICKLE)
     nbytes = min(limit, 1 << 20)
@@ -234,7 +232,6 @@ def _read_structure(
 def _read_pickles(
     path: str, head: bytes, builders: Mapping[str, Builder], storages: Storages
 ) -> tuple[Unpickled, int, list[Any]]:
-    """Return the object, the byte at which data begin, and the storages' keys in file order."""
     magic = loads(head, where=path)
     protocol = loads(head, where=path, start=magic.end)
     system = loads(head, where=path, start=protocol.end)

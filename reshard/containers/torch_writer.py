@@ -58,7 +58,7 @@ AS_WRITTEN: dict[str, Builder] = {
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class StorageBlock:
     """A block of a tensor that is contiguous in a storage.
 
     Args:
@@ -85,7 +85,7 @@ class Storage:
 
     dtype: DType
     numel: int
-    parts: tuple[Part, ...] = ()
+    parts: tuple[StorageBlock, ...] = ()
     data: bytes | None = None
 
     def __post_init__(self) -> None:
@@ -101,7 +101,7 @@ class Storage:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Slot:
+class StorageView:
     """A tensor: a strided view of a storage, in elements; contiguous without strides."""
 
     storage: Storage
@@ -131,15 +131,15 @@ def lay_out(name: str, tensors: Sequence[tuple[Entry, DType]]) -> Skeleton:
     )
 
 
-def build_whole_tensor(entry: Entry, dtype: DType) -> Slot:
+def build_whole_tensor(entry: Entry, dtype: DType) -> StorageView:
     """Build a tensor that has all elements of an entry, in its own storage."""
-    part = Part(entry.kind, entry.fqn, entry.shape, whole(entry.shape))
-    return Slot(Storage(dtype, entry.numel, (part,)), entry.shape)
+    part = StorageBlock(entry.kind, entry.fqn, entry.shape, whole(entry.shape))
+    return StorageView(Storage(dtype, entry.numel, (part,)), entry.shape)
 
 
-def build_number(value: float, shape: Index = ()) -> Slot:
+def build_number(value: float, shape: Index = ()) -> StorageView:
     """Build a tensor of one known fp32 number, as torch's optimizers count their steps."""
-    return Slot(Storage(FLOAT32, 1, data=pack_fp32(value)), shape)
+    return StorageView(Storage(FLOAT32, 1, data=pack_fp32(value)), shape)
 
 
 def pack_fp32(value: float) -> bytes:
@@ -151,7 +151,7 @@ def lay_out_object(
     name: str,
     root: Any,
     *,
-    slot_of: Callable[[Any], Slot | None] | None = None,
+    slot_of: Callable[[Any], StorageView | None] | None = None,
     stamp: Stamp | None = None,
     in_stream: bool = False,
 ) -> Skeleton:
@@ -160,7 +160,7 @@ def lay_out_object(
     The chunks of an entry in the skeleton are the parts of it in this file, in file order.
 
     Args:
-        root: values as `unpickle.loads` yields them, with a `Slot` for each tensor.
+        root: values as `unpickle.loads` yields them, with a `StorageView` for each tensor.
         slot_of: returns the slot for a value of another type, or None.
         stamp: states the file's place in its save; not written if the root is not a dict.
         in_stream: whether the framework saves it into a stream, so that the archive is not named
@@ -188,7 +188,7 @@ class Template:
         where: str,
         root: Any,
         *,
-        slot_of: Callable[[Any], Slot | None] | None = None,
+        slot_of: Callable[[Any], StorageView | None] | None = None,
         varying: Iterable[Call] = (),
     ) -> None:
         self._pickler = _TensorPickler(where, slot_of or (lambda _value: None), varying)
@@ -242,10 +242,7 @@ class Template:
         return OutputFile(name, layout.nbytes, literals, layout.checksums), layout.starts
 
     def _finish_pickle(self, stamp: Stamp | None) -> tuple[bytes, ...]:
-        """Return the parts of the pickle, of which all files share those that do not vary.
-
-        The stamp is last: a key of the root, or an attribute of a state dict.
-        """
+        # The stamp is last: a key of the root, or an attribute of a state dict.
         pickler = self._pickler
         size, rest = len(pickler.out), b"."
         if stamp is not None and isinstance(self._root, dict):
@@ -324,11 +321,7 @@ def _lay_out_archive(
 
 @dataclass(frozen=True, slots=True)
 class _Literals:
-    """The literals of one archive, which follow from those of another one with its layout.
-
-    Args:
-        pickle: the parts of the pickle.
-    """
+    """The literals of one archive, which follow from those of another one with its layout."""
 
     layout: _Layout
     root: bytes
@@ -380,7 +373,7 @@ class _TensorPickler(Pickler):
     """Writes tensors as torch reduces them, and numbers their storages."""
 
     def __init__(
-        self, where: str, slot_of: Callable[[Any], Slot | None], varying: Iterable[Call]
+        self, where: str, slot_of: Callable[[Any], StorageView | None], varying: Iterable[Call]
     ) -> None:
         super().__init__(where, varying)
         self._slot_of = slot_of
@@ -391,7 +384,7 @@ class _TensorPickler(Pickler):
         return tuple(self._keys.items())
 
     def write_leaf(self, value: Any) -> None:
-        slot = value if isinstance(value, Slot) else self._slot_of(value)
+        slot = value if isinstance(value, StorageView) else self._slot_of(value)
         if slot is None and isinstance(value, Entry):
             slot = build_whole_tensor(value, value.dtype)
         if slot is None:

@@ -136,7 +136,6 @@ def _read_tail(archive: Section) -> tuple[bytes, int]:
 
 
 def _locate(archive: Section) -> tuple[int, int, int]:
-    """Return the number of members, the directory's size and its offset."""
     path, (tail, at) = archive.path, _read_tail(archive)
     _, _, _, _, count, nbytes, start, _ = END.unpack_from(tail, at)
     locator = at - LOCATOR64.size

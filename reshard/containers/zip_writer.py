@@ -113,7 +113,6 @@ class ZipLayout:
         return start
 
     def _list(self, name: bytes, flags: int, crc: int, nbytes: int, header: int) -> None:
-        """Add the member's entry to the central directory."""
         wide = _build_zip64(nbytes, nbytes, header)
         size = min(nbytes, _FULL32)
         offset = min(header, _FULL32)
@@ -127,7 +126,6 @@ class ZipLayout:
 
 
 def _build_zip64(nbytes: int, packed: int, header: int) -> bytes:
-    """Build the zip64 field of a member that is large or far into the file; else nothing."""
     values = [nbytes, packed] if nbytes >= _FULL32 else []
     if header >= _FULL32:
         values.append(header)
@@ -136,6 +134,5 @@ def _build_zip64(nbytes: int, packed: int, header: int) -> bytes:
 
 
 def _build_padding(at: int) -> bytes:
-    """Build the header field that aligns the data."""
     size = -(at + 4) % ALIGNMENT  # the field's own tag and length have 4 bytes
     return struct.pack("<2sH", b"FB", size) + b"Z" * size

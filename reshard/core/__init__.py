@@ -5,6 +5,7 @@ box        blocks of a tensor and their geometry, in elements
 chunks     the stored blocks of one tensor: file, byte offset and strides of each
 views      blocks, permutations and reshapes of a tensor, as other chunks of the same bytes
 manifest   all tensors of a checkpoint and its training state; the proof that nothing is missing
+computed   values of a tensor that are computed from those of others when they are read
 join       the manifests of ranks or pipeline stages joined
 renames    a manifest under other names
 keys       edits of names: prefixes removed, tensors renamed, selected or excluded

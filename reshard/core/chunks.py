@@ -343,7 +343,6 @@ class SortedChunks:
 
 
 def _continues(run: Run, start: int, byte_offset: int, chunk: Chunk) -> bool:
-    """Return whether a part of a chunk directly follows a run, in the tensor and in the file."""
     first, stop, file, offset, dtype, factor = run
     return (
         stop == start

@@ -20,7 +20,7 @@ def list_unequal(
     [('.lr[1]', 2, 3)]
     """
     if isinstance(a, Mapping) and isinstance(b, Mapping):
-        one, two = ({str(key): item for key, item in each.items()} for each in (a, b))
+        one, two = ({str(key): item for key, item in side.items()} for side in (a, b))
         pairs = [(f"{path}.{key}", one.get(key), two.get(key)) for key in {**one, **two}]
     elif isinstance(a, (list, tuple)) and isinstance(b, (list, tuple)) and len(a) == len(b):
         pairs = [(f"{path}[{at}]", *items) for at, items in enumerate(zip(a, b, strict=True))]

@@ -60,7 +60,6 @@ def join_groups(parts: Iterable[Sequence[ParamGroup]]) -> tuple[ParamGroup, ...]
 
 
 def _check_steps(parts: Sequence[Manifest]) -> None:
-    """Refuse parts that were saved at different steps, or updated a parameter differently often."""
     first = parts[0]
     updates = dict(first.train.optimizer_step)
     for other in parts[1:]:
@@ -94,12 +93,10 @@ def _first_given(values: Sequence[Any]) -> Any:
 
 
 def _agreed(values: Sequence[Any]) -> Any:
-    """Return the value of all parts; None where they differ."""
     return values[0] if len(set(values)) == 1 else None
 
 
 def _united(tables: Sequence[Mapping[Any, Any]]) -> dict[Any, Any]:
-    """Return all keys, in order, each with the value of the first part that has it."""
     united: dict[Any, Any] = {}
     for table in tables:
         for key, value in table.items():
@@ -159,6 +156,7 @@ TRAIN: Mapping[str, Combine] = {
 MANIFEST: Mapping[str, Combine] = {  # every field except the entries
     "origin": _first,
     "files": _united,
+    "read_files": _each_once,
     "train": _join_train,
     "tied": _united,
     "tied_copies": _one_after_another,

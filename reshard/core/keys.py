@@ -84,7 +84,6 @@ def _strip(fqn: str, is_alone: Callable[[int], bool], wrappers: Container[str] =
 
 
 def _parse_rename(text: str) -> tuple[str, str]:
-    """Return the regex and the replacement of ``REGEX=REPL``."""
     pattern, separator, replacement = text.partition("=")
     if not separator or not pattern:
         raise UsageError(f"--rename {text}", "is not of the form REGEX=REPLACEMENT")
@@ -243,7 +242,7 @@ def select(manifest: Manifest, names: Mapping[str, str]) -> Manifest:
     moved = [
         _rename_entry(entry, heirs.get(entry.fqn, entry.fqn)) for entry in manifest.entries.values()
     ]
-    kept = [_rename_entry(each, names[each.fqn]) for each in moved if each.fqn in names]
+    kept = [_rename_entry(entry, names[entry.fqn]) for entry in moved if entry.fqn in names]
 
     def new(fqn: str) -> str:
         return names.get(fqn, fqn)
@@ -260,10 +259,7 @@ def select(manifest: Manifest, names: Mapping[str, str]) -> Manifest:
 def _reassign_ties(
     tied: dict[str, str], is_selected: Callable[[str], bool]
 ) -> tuple[dict[str, str], dict[str, str]]:
-    """Return kept name -> the alias that replaces it, and the remaining ties, under a selection.
-
-    A value stays if at least one of its names is selected; other aliases are removed.
-    """
+    """Return kept name -> the alias that replaces it under a selection, and the remaining ties."""
     heirs: dict[str, str] = {}
     rest: dict[str, str] = {}
     for alias, kept in tied.items():

@@ -19,7 +19,7 @@ from reshard.errors import (
     UsageError,
 )
 from reshard.system.paths import as_path, explain_tilde, is_remote
-from reshard.units import some
+from reshard.units import abridge
 
 _LISTED = 8
 _SUGGESTED = 3  # names
@@ -225,7 +225,7 @@ def _suggest_path(missing: Path) -> str:
 
     # The first part of the path that does not exist, and the directory that should contain it.
     chain = [missing, *missing.parents]
-    wrong = next(each for each in chain if each.parent.exists())
+    wrong = next(path for path in chain if path.parent.exists())
     if wrong.is_symlink():
         return f"{wrong} is a symlink to {wrong.readlink()}, which does not exist"
     names: list[str] = []
@@ -234,7 +234,7 @@ def _suggest_path(missing: Path) -> str:
     if close := get_close_matches(wrong.name, names, _SUGGESTED):
         return f"did you mean {', '.join(str(wrong.parent / name) for name in close)}?"
     if missing.is_absolute():
-        found = f"; it contains {some(sorted(names))}" if names else ""
+        found = f"; it contains {abridge(sorted(names))}" if names else ""
         return f"{wrong.parent} contains no {wrong.name}{found}"
     way_out = (
         f"if it names a model of the Hugging Face Hub, download it (hf download {missing}) and pass"
@@ -271,7 +271,7 @@ def name_missing(present: Mapping[int, Path], ranks: Iterable[int]) -> str:
         digits = stop - start if text[start] == "0" else 0
         names = [f"{text[:start]}{str(rank).zfill(digits)}{text[stop:]}" for rank in ranks]
         names = [name.rpartition("/")[2] for name in names] if number in in_name else names
-    return f"{some(names, _LISTED)} {'is' if len(names) == 1 else 'are'} missing"
+    return f"{abridge(names, _LISTED)} {'is' if len(names) == 1 else 'are'} missing"
 
 
 def _refuse_different(kept: Path, other: Path) -> None:

@@ -36,6 +36,9 @@ class Entry:
     """One logical tensor: its name, kind, dtype, shape and chunks.
 
     Two chunks with the same box are replicas of each other.
+
+    Args:
+        kind: `PARAM`, `BUFFER`, `MASTER`, or the name of an optimizer slot, such as "exp_avg".
     """
 
     fqn: str
@@ -194,6 +197,11 @@ class TrainState:
         """The steps without those that the loss scaler skipped, as a scheduler counts them."""
         return None if self.step is None else self.step - (self.skipped_steps or 0)
 
+    @property
+    def group_of(self) -> dict[str, ParamGroup]:
+        """The param group of each parameter that the optimizer lists."""
+        return {fqn: group for group in self.param_groups for fqn in group.fqns}
+
     def sort_groups(self, order: Mapping[str, int]) -> TrainState:
         """Return the state with the names of each param group in an order; unknown ones last."""
         groups = (
@@ -305,6 +313,7 @@ class Manifest:
     """One training state, and where the files store each part of it.
 
     Args:
+        files: path -> description of each file that has chunks of entries or identifies the save.
         tied: alias fqn -> fqn of the entry that has the weight's value.
         tied_copies: entries of aliases that a file stores again, as bytes of their own.
         unused_copies: copies in the files that the model does not use.
@@ -321,7 +330,8 @@ class Manifest:
         absent: fqns that the checkpoint lists without storing a value.
         unknown_globals: names in pickles that no known framework writes.
         unread: values that this manifest does not represent.
-        unread_files: files of the checkpoint that were not read: name -> path.
+        read_files: paths of files that were read and are not in ``files``.
+        unread_files: all other files of the checkpoint: name -> path.
         ordered: whether the weights are in the model's order.
         without_frozen: whether the files state that frozen parameters were left out.
         keyed: how the optimizers refer to parameters; None without an optimizer, or if they differ.
@@ -349,6 +359,7 @@ class Manifest:
     warnings: tuple[str, ...] = ()
     unknown_globals: tuple[str, ...] = ()
     unread: Mapping[str, str] = field(default_factory=dict)
+    read_files: tuple[str, ...] = ()
     unread_files: Mapping[str, str] = field(default_factory=dict)
     ordered: bool = field(kw_only=True)
     without_frozen: bool = False
@@ -570,10 +581,7 @@ def _check_bounds(entry: Entry, sizes: FileSizes) -> None:
 
 
 def _check_coverage(entry: Entry, manifest: Manifest) -> None:
-    """Prove that the boxes of an entry fill its tensor.
-
-    Disjoint boxes inside a tensor fill it exactly when their volumes add up to its volume.
-    """
+    """Disjoint boxes inside a tensor fill it exactly when their volumes add up to its volume."""
     distinct = list(dict.fromkeys(chunk.box for chunk in entry.chunks if chunk.box.volume))
     if len(distinct) == 1 and distinct[0] == whole(entry.shape):
         return
@@ -603,7 +611,7 @@ def advise_weights_alone(entry: Entry, manifest: Manifest) -> str:
     if entry.kind in WEIGHT_KINDS:
         return ""
     files = {chunk.file for chunk in entry.chunks}
-    weights = (each for each in manifest.entries.values() if each.kind in WEIGHT_KINDS)
-    if any(chunk.file in files for each in weights for chunk in each.chunks):
+    weights = (entry for entry in manifest.entries.values() if entry.kind in WEIGHT_KINDS)
+    if any(chunk.file in files for weight in weights for chunk in weight.chunks):
         return ""
     return "; to read only the weights, pass a copy of the directory without the optimizer's files"

@@ -50,7 +50,7 @@ def expect(where: object, value: Any, kind: Kind, what: str = "") -> None:
         raise CorruptError(where, f"{key.lstrip('.') or 'the content'} {problem}", _REMEDY)
 
 
-def a(name: str, holds: Callable[[Any], bool]) -> Kind:
+def make_kind(name: str, holds: Callable[[Any], bool]) -> Kind:
     """Return the kind of the values for which a predicate is true."""
 
     def fault(value: Any) -> Fault | None:
@@ -71,13 +71,15 @@ def _is_whole(value: Any) -> bool:
     return isinstance(value, float) and value.is_integer()
 
 
-ANY = a("anything", lambda _value: True)
-TEXT = a("a string", lambda value: isinstance(value, str))
-INTEGER = a("an integer", lambda value: type(value) is int)  # not a bool, which is an int, too
-WHOLE = a("an integer", lambda value: type(value) is int or _is_whole(value))  # or 3.0
-COUNT = a("a number of at least 0", lambda value: type(value) is int and value >= 0)
-NUMBER = a("a number", lambda value: isinstance(value, (int, float)))
-SHAPE = a("a shape", _is_shape)
+ANY = make_kind("anything", lambda _value: True)
+TEXT = make_kind("a string", lambda value: isinstance(value, str))
+INTEGER = make_kind(
+    "an integer", lambda value: type(value) is int
+)  # not a bool, which is an int, too
+WHOLE = make_kind("an integer", lambda value: type(value) is int or _is_whole(value))  # or 3.0
+COUNT = make_kind("a number of at least 0", lambda value: type(value) is int and value >= 0)
+NUMBER = make_kind("a number", lambda value: isinstance(value, (int, float)))
+SHAPE = make_kind("a shape", _is_shape)
 
 
 def maybe(kind: Kind) -> Kind:
@@ -94,7 +96,7 @@ def either(*kinds: Kind) -> Kind:
         if not all(faults):
             return None
         # A fault inside the value is more specific than that the whole value is of another kind.
-        within = next((each for each in faults if each and each[0]), None)
+        within = next((fault for fault in faults if fault and fault[0]), None)
         return within or ("", f"is {shown(value)}, expected {name}")
 
     return Kind(name, fault)
@@ -102,28 +104,28 @@ def either(*kinds: Kind) -> Kind:
 
 def sequence(item: Kind = ANY) -> Kind:
     """Return the kind of lists and tuples whose items are all of one kind."""
-    of = a("a list", lambda value: isinstance(value, (list, tuple)))
+    of = make_kind("a list", lambda value: isinstance(value, (list, tuple)))
 
     def fault(value: Any) -> Fault | None:
         if item is ANY or not isinstance(value, (list, tuple)):
             return of.fault(value)
-        return _first((f"[{at}]", item.fault(each)) for at, each in _once(enumerate(value)))
+        return _first((f"[{at}]", item.fault(element)) for at, element in _once(enumerate(value)))
 
     return Kind("a list", fault)
 
 
 def mapping(key: Kind = ANY, item: Kind = ANY) -> Kind:
     """Return the kind of dicts, by the kinds of their keys and values."""
-    of = a("a dict", lambda value: isinstance(value, dict))
+    of = make_kind("a dict", lambda value: isinstance(value, dict))
 
     def fault(value: Any) -> Fault | None:
         if not isinstance(value, dict):
             return of.fault(value)
-        for each in value if key is not ANY else ():
-            if key.fault(each):
-                return "", f"has the key {shown(each)}, expected {key.name}"
+        for element in value if key is not ANY else ():
+            if key.fault(element):
+                return "", f"has the key {shown(element)}, expected {key.name}"
         pairs = _once(value.items()) if item is not ANY else ()
-        return _first((f"[{shown(at)}]", item.fault(each)) for at, each in pairs)
+        return _first((f"[{shown(at)}]", item.fault(element)) for at, element in pairs)
 
     return Kind("a dict", fault)
 
@@ -134,7 +136,7 @@ def numbered(item: Kind) -> Kind:
 
     def fault(value: Any) -> Fault | None:
         if isinstance(value, dict) and any(isinstance(key, str) for key in value):
-            value = {key: each for key, each in value.items() if not isinstance(key, str)}
+            value = {key: element for key, element in value.items() if not isinstance(key, str)}
         return of.fault(value)
 
     return Kind("a dict", fault)
@@ -166,7 +168,7 @@ def record(**known: Kind) -> Kind:
 
 def row(*items: Kind) -> Kind:
     """Return the kind of lists and tuples with one item of each of these kinds."""
-    of = a(
+    of = make_kind(
         f"a list of {len(items)}", lambda v: sequence().fault(v) is None and len(v) == len(items)
     )
 
@@ -180,10 +182,7 @@ def row(*items: Kind) -> Kind:
 
 
 def _once(parts: Iterable[tuple[Any, Any]]) -> Iterator[tuple[Any, Any]]:
-    """Yield parts with their positions, but each container once.
-
-    A small pickle can refer to one container a billion times.
-    """
+    """Yield each container once: a small pickle can refer to one a billion times."""
     seen: set[int] = set()
     for at, part in parts:
         if not isinstance(part, (dict, list, tuple)):

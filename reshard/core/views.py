@@ -193,7 +193,6 @@ def _group_dims(before: Index, after: Index) -> list[tuple[range, range]]:
 def _reshape_groups(
     chunk: Chunk, before: Index, after: Index, groups: Iterable[tuple[range, range]]
 ) -> Iterator[list[_StoredBlock]]:
-    """Yield the parts of a chunk along each group of dims of the new shape."""
     for old, new in groups:
         origin = tuple(chunk.box.origin[dim] for dim in old)
         shape = tuple(chunk.box.shape[dim] for dim in old)
@@ -209,11 +208,7 @@ def _reshape_groups(
 
 
 def _flatten(part: _StoredBlock, shape: Index) -> Iterator[_StoredBlock]:
-    """Yield the runs of a block in the flattened tensor, each with one byte stride.
-
-    The last dims are joined as long as the file stores their elements at one distance; the
-    remaining dims are listed index by index.
-    """
+    # The last dims are joined as long as the file stores their elements at one distance.
     start, extent, stride, size = 0, 1, 0, 1
     dim = len(shape)
     while dim:
@@ -236,7 +231,6 @@ def _flatten(part: _StoredBlock, shape: Index) -> Iterator[_StoredBlock]:
 
 
 def _unflatten(run: _StoredBlock, shape: Index) -> Iterator[_StoredBlock]:
-    """Yield the blocks of a shape that a run of its row-major elements is."""
     (start,), (extent,), (stride,) = run.box.origin, run.box.shape, run.byte_strides
     steps = row_major(shape)
     for box in run_boxes(shape, start, start + extent):

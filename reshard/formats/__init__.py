@@ -44,7 +44,7 @@ from reshard.formats.pytorch.lost_files import naming_lost_files
 from reshard.system.files import LFS_HEAD, SourceFiles, find_version, refuse_lfs_pointer
 from reshard.system.paths import as_path, is_remote
 from reshard.training.completeness import check_state
-from reshard.units import some
+from reshard.units import abridge
 
 if TYPE_CHECKING:
     from reshard.model import ModelShapes
@@ -158,7 +158,7 @@ def _naming_others(location: Location) -> Iterator[None]:
         parts = as_path(error.where).parts
         others = [tag for tag in tags if tag not in parts]
         if others and len(others) < len(tags):
-            advice = f"choose another checkpoint with --tag; there are {some(others, _LISTED)}"
+            advice = f"choose another checkpoint with --tag; there are {abridge(others, _LISTED)}"
             error.remedy = "; or ".join(filter(None, (error.remedy, advice)))
         raise
 
@@ -227,15 +227,15 @@ def _read_run(location: Location, hints: ReadHints) -> Manifest:
     if checkpoint and name:
         return _read_at(checkpoint, name, replace(hints, tag=None))
     if hints.tag is not None:
-        for each in registry.list_formats():
-            if each.reads_tags and each.detect(location):
-                return each.read(location, hints)  # raises an error that lists the tags
+        for known in registry.list_formats():
+            if known.reads_tags and known.detect(location):
+                return known.read(location, hints)  # raises an error that lists the tags
         tags = run_directory.list_tags(location)
         if tags or registry.detect(location):
             raise UnrecognisedError(
                 location,
                 f"there is no checkpoint {hints.tag!r}",
-                f"pass another --tag; there are {some(tags, _LISTED)}"
+                f"pass another --tag; there are {abridge(tags, _LISTED)}"
                 if tags
                 else "leave out --tag, or pass the name of a file in it",
             )
@@ -288,7 +288,7 @@ def as_paths(paths: Paths) -> list[Path]:
 def read_outputs(directory: Path, names: Iterable[str]) -> dict[str, Entry]:
     """Return fqn -> entry from the headers of all files of weights among ``names``."""
     by_suffix = {
-        suffix: each for each in registry.list_built_in_formats() for suffix in each.suffixes
+        suffix: known for known in registry.list_built_in_formats() for suffix in known.suffixes
     }
     entries: dict[str, Entry] = {}
     for name in names:

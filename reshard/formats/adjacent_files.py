@@ -17,7 +17,12 @@ from reshard.core.manifest import Manifest, TrainState
 from reshard.errors import CorruptError, UnsupportedError, UsageError
 from reshard.system.paths import as_path
 from reshard.training import copied_files, trainer_run
-from reshard.training.companion_files import BATCH_BEFORE, CONFIG_FOLDERS, is_model_config
+from reshard.training.companion_files import (
+    BATCH_BEFORE,
+    CONFIG_FOLDERS,
+    is_model_config,
+    is_of_diffusers,
+)
 
 if TYPE_CHECKING:
     from reshard.containers.torch_objects import TorchFile
@@ -106,7 +111,7 @@ def choose_scheduler(manifest: Manifest, number: int, models: int) -> Manifest:
     name = f"scheduler_{number}.bin" if number else "scheduler.bin"
     if models < 2 or len(files) != models or name not in files:
         return manifest
-    file, stems = _open(as_path(files[name])), {Path(each).stem for each in files}
+    file, stems = _open(as_path(files[name])), {Path(file_name).stem for file_name in files}
     objects = {key: value for key, value in train.objects.items() if key not in stems}
     if number:
         from reshard.containers.pickles.script_values import SCHEDULER
@@ -193,7 +198,7 @@ def find_model(location: Location, wrap: str | None) -> ModelHint | None:
         # The config is needed only if the files are ambiguous, so reading goes on without a broken
         # one.
         with contextlib.suppress(CorruptError):
-            if config and is_model_config(config):
+            if config and (is_model_config(config) or is_of_diffusers(read_json_object(config))):
                 return ModelHint(str(config), wrap, by_blocks=is_verl_with_fsdp_1(location))
     with contextlib.suppress(CorruptError):
         base = _find_base_config(location)
@@ -203,11 +208,8 @@ def find_model(location: Location, wrap: str | None) -> ModelHint | None:
 
 
 def _find_base_config(location: Location) -> Path | None:
-    """Return the config.json of the base model that PEFT's ``adapter_config.json`` names.
-
-    A relative path refers to the working directory of the training, and a name to the Hub: both are
-    unknown here.
-    """
+    # A relative path refers to the working directory of the training, and a name to the Hub: both
+    # are unknown here.
     path = location.files.get("adapter_config.json")
     base = read_json_object(path).get("base_model_name_or_path") if path else None
     if not isinstance(base, str) or not base or not as_path(base).is_absolute():

@@ -8,7 +8,7 @@ from reshard.core.manifest import PARAM, Entry, Manifest, index_entries
 from reshard.errors import UnsupportedError, UsageError
 from reshard.formats.base import S
 from reshard.quantised import moments
-from reshard.units import counted, some
+from reshard.units import abridge, counted
 
 
 def dequantise(manifest: Manifest) -> tuple[Manifest, list[str]]:
@@ -44,7 +44,7 @@ def dequantise(manifest: Manifest) -> tuple[Manifest, list[str]]:
     text = f"{weights} dequantised from {stated.method} ({stated.stated_in}) in float32"
     notes = [f"{text}, rounded once to the dtype that is written"]
     if unused:
-        notes.append(f"scales of activations left out: {some(unused)}")
+        notes.append(f"scales of activations left out: {abridge(unused)}")
     return (
         replace(
             manifest,

@@ -113,7 +113,6 @@ def _is_local(form: LoadedForm) -> bool:
 
 
 def _changes_scale_of_moments(form: LoadedForm) -> bool:
-    """Return whether either the source or the output, not both, is fp16 at DeepSpeed's stage 0."""
     if form.source is None or not form.has_optimizer:
         return False
     of_source = form.source.zero_stage == 0 and form.source.precision == "float16"

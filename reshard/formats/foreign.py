@@ -44,12 +44,9 @@ class _Library(NamedTuple):
 def _is_of_fairseq2(location: Location) -> bool:
     if len(list(filter(_SHARD.fullmatch, location.files))) > 1:
         return True  # one file of them is not the whole model either
-    nested = (path for path in (f"model/{_FAIRSEQ2}", _FAIRSEQ2) if _is_in_folder(location, path))
+    paths = (f"model/{_FAIRSEQ2}", _FAIRSEQ2)
+    nested = (path for path in paths if path.partition("/")[0] in location.folders)
     return not location.chosen and any(map(location.find_nested, nested))
-
-
-def _is_in_folder(location: Location, path: str) -> bool:
-    return path.partition("/")[0] in location.folders
 
 
 def _is_of_olmo(location: Location) -> bool:
@@ -59,16 +56,12 @@ def _is_of_olmo(location: Location) -> bool:
 
 
 def _is_of_nanotron(location: Location) -> bool:
-    """Return whether there are a description and a folder for each module of a ``model``."""
     folder = location.folders.get("model") if _NANOTRON in location.files else None
     return folder is not None and "model" in folder.folders
 
 
 def _is_of_paddle(location: Location) -> bool:
-    """Return whether there are fp32 masters in a file of Paddle's, or a config of PaddleNLP.
-
-    PaddleNLP stores the weight of a linear layer transposed, under the names of transformers.
-    """
+    # PaddleNLP stores the weight of a linear layer transposed, under the names of transformers.
     if any(map(_PADDLE.fullmatch, location.files)):
         return True
     config = location.files.get("config.json")
@@ -124,5 +117,7 @@ def refuse(location: Location) -> None:
         UnsupportedError: naming the library.
     """
     for library in _LIBRARIES:
-        if library.saved(location) and registry.find_format(library.format) is None:
+        if library.saved(location) and not (
+            registry.find_format(library.format) or registry.detects_extension(location)
+        ):
             raise UnsupportedError(location, library.text, library.advice)

@@ -16,7 +16,7 @@ from reshard.layouts import mesh
 from reshard.model import ModelShapes
 from reshard.state_dict import torch_state_dict
 from reshard.training.state import Weight, WritableState
-from reshard.units import counted, some
+from reshard.units import abridge, counted
 
 _LISTED = 4
 _PARAMETERS = ("weight", "bias")  # what the parameters of most modules are called
@@ -100,8 +100,8 @@ def mark_buffers(
     if unknown:
         raise IncompleteError(
             state.manifest.origin.path,
-            f"does not state whether {counted(len(unknown), 'tensor')} ({some(unknown, _LISTED)})"
-            f" are parameters or buffers: {why}",
+            f"does not state whether {counted(len(unknown), 'tensor')} "
+            f" ({abridge(unknown, _LISTED)}) are parameters or buffers: {why}",
             _SAY_MODEL + otherwise,
         )
     weights = (replace(w, is_buffer=True) if w.fqn in buffers else w for w in state.weights)
@@ -122,11 +122,8 @@ def _count_ranks_of_stage(state: WritableState) -> int:
 
 
 def _is_stored_whole(weight: Weight, ranks: int) -> bool:
-    """Return whether rank files have a copy on each of the ranks, or DCP has one block.
-
-    One block in one rank file may be the part of a flat parameter that this rank has, and the only
-    row of a parameter is one block in DCP, too, if FSDP shards it.
-    """
+    # One block in one rank file may be the part of a flat parameter that this rank has, and the
+    # only row of a parameter is one block in DCP, too, if FSDP shards it.
     chunks = [chunk for chunk in weight.value.chunks if chunk.box.volume]
     one_box = len({chunk.box for chunk in chunks}) == 1
     is_copied = 1 < len(chunks) >= ranks  # under HYBRID_SHARD, some ranks have copies of a block
@@ -135,16 +132,15 @@ def _is_stored_whole(weight: Weight, ranks: int) -> bool:
 
 
 def _is_sharded_by_fsdp(state: WritableState) -> bool:
-    """Return whether the source's ranks stored weights in flat parameters, or in shards of rows.
-
-    A tensor-parallel run cuts some weights along dim 1, and leaves some parameters whole, unless
-    FSDP shards what is left: then no trained weight is whole.
-    """
+    # A tensor-parallel run cuts some weights along dim 1, and leaves some parameters whole, unless
+    # FSDP shards what is left: then no trained weight is whole.
     if not state.manifest.origin.facts.shards_by_fsdp:
         return False
     placements = state.manifest.placements.values()
     if placements:
-        return any(mesh.ROLES.get(axis) != "tensor" for each in placements for axis, _ in each)
+        return any(
+            mesh.ROLES.get(axis) != "tensor" for placement in placements for axis, _ in placement
+        )
     if torch_state_dict.has_flat_storage(state.manifest):
         ranks = _count_ranks_of_stage(state)  # under NO_SHARD, each has every weight
         return not all(_is_stored_whole(weight, ranks) for weight in state.weights)

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from reshard.core.location import Location, get_directory
 from reshard.core.manifest import WEIGHT_KINDS, Entry, Manifest
 from reshard.errors import IncompleteError, UnsupportedError, UsageError
-from reshard.units import counted, some
+from reshard.units import abridge, counted
 
 if TYPE_CHECKING:
     from reshard.model import ModelHint
@@ -91,7 +91,7 @@ def _build_incomplete_error(
         )
     return IncompleteError(
         manifest.origin.path,
-        f"{len(empty)} of {weights} weights {have} size 0 ({some(empty)}): ZeRO-3 placeholders,"
+        f"{len(empty)} of {weights} weights {have} size 0 ({abridge(empty)}): ZeRO-3 placeholders,"
         " the real weights are in the ranks' *_optim_states.pt",
         f"merge {checkpoint}" if checkpoint else advice,
     )
@@ -99,7 +99,7 @@ def _build_incomplete_error(
 
 def _describe(empty: Sequence[str]) -> str:
     return (
-        f"{counted(len(empty), 'weight')} of size 0 ({some(empty)}): ZeRO-3 placeholders, the"
+        f"{counted(len(empty), 'weight')} of size 0 ({abridge(empty)}): ZeRO-3 placeholders, the"
         " real weights are in the ranks' *_optim_states.pt"
     )
 
@@ -112,13 +112,11 @@ def _find_ranks(manifest: Manifest) -> str:
 
 
 def _describe_ranks(manifest: Manifest) -> str:
-    """Return the end of a message that names the checkpoint with the weights, if there is one."""
     checkpoint = _find_ranks(manifest)
     return f"; see {checkpoint}" if checkpoint else ""
 
 
 def _read_shapes_beside(manifest: Manifest) -> dict[str, tuple[int, ...]] | None:
-    """Return the shapes of the model whose config is beside the checkpoint; None if unknown."""
     from reshard.formats import adjacent_files  # imported here: only placeholders need it
 
     model_hint: ModelHint | None = adjacent_files.find_model(

@@ -14,7 +14,7 @@ from reshard.formats import foreign, huggingface, registry, run_directory
 from reshard.formats.dcp.directory import is_hf_shard
 from reshard.formats.pytorch.directory import NAME, find_torch_files, is_part
 from reshard.system.paths import as_path
-from reshard.units import make_natural_key, some
+from reshard.units import abridge, make_natural_key
 
 _SHARD = re.compile(r"-(\d+)-of-(\d+)\.(?:safetensors|bin)$")
 _TORCHTUNE = re.compile(r"hf_model_\d{4}_\d+\.pt")  # until 0.3: shard, epoch; without an index
@@ -34,6 +34,7 @@ _AXES = {  # Megatron's arguments; the second is the name before Megatron-LM 2.5
     "pipeline_model_parallel_size": "pp",
     "expert_model_parallel_size": "ep",
 }
+_STATE = "dcp"  # ROLL 8eb27cc ``fsdp2_strategy.py``: below the model, with its optimizer
 _VERSION = "checkpoint_version"  # in every file of Megatron's
 _FOREIGN = {
     ".gguf": "GGUF (llama.cpp's)",
@@ -190,8 +191,10 @@ def find_checkpoint_below(location: Location, read: Iterable[str]) -> str:
     Args:
         read: the files that were read.
     """
-    numbers = {} if location.chosen else run_directory.list_numbered(location)
-    newest = numbers[max(numbers)] if numbers else None
+    if location.chosen:
+        return ""
+    numbers = run_directory.list_numbered(location)
+    newest = numbers[max(numbers)] if numbers else location.folders.get(_STATE)
     if newest is None or any(newest.path in as_path(file).parents for file in read):
         return ""
     return str(newest.path) if _is_run(newest) else ""
@@ -218,8 +221,6 @@ def refuse_beside_runs(location: Location) -> None:
 
 
 def _is_run(location: Location) -> bool:
-    """Return whether a folder has a training checkpoint, or a run of several."""
-
     def known(below: Location) -> bool:
         return registry.detect(below) is not None and not registry.is_loose(below)
 
@@ -245,12 +246,12 @@ def find_run(location: Location) -> Location:
         level = _list_folders(level)
         runs = [folder for folder in level if _is_run(folder)]
         # The user may mean a run whose saves were all interrupted.
-        others = [each for each in level if each not in runs and run_directory.list_numbered(each)]
+        others = [run for run in level if run not in runs and run_directory.list_numbered(run)]
         if runs and len(runs + others) > 1:
             paths = sorted(map(str, runs + others), key=make_natural_key)
             newest = max(map(str, runs), key=make_natural_key)
             raise UnrecognisedError(
-                location, f"contains several runs: {some(paths)}", f"pass one, e.g. {newest}"
+                location, f"contains several runs: {abridge(paths)}", f"pass one, e.g. {newest}"
             )
         if runs:
             return runs[0]
@@ -260,8 +261,7 @@ def find_run(location: Location) -> Location:
 
 
 def _list_folders(level: Iterable[Location]) -> list[Location]:
-    """Return the directories in all of these, except hidden ones."""
-    inner = [each.folders.items() for each in level]
+    inner = [parent.folders.items() for parent in level]
     return [folder for items in inner for name, folder in items if not name.startswith(".")]
 
 
@@ -286,11 +286,10 @@ def suggest(location: Location) -> str:
         return f"pass the checkpoint's directory, {above}" if _is_run(above) else _KINDS
     above = Location([location.path.resolve().parent], inner=True)
     found = _find_below(location) or ([above] if _is_run(above) else [])
-    return f"did you mean {some(list(map(str, found)))}?" if found else _KINDS
+    return f"did you mean {abridge(list(map(str, found)))}?" if found else _KINDS
 
 
 def _find_below(location: Location) -> list[Location]:
-    """Return the directories below in which a format detects files, of the first level with any."""
     level = [location]
     for _ in range(_LEVELS):
         level = _list_folders(level)

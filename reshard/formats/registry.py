@@ -36,7 +36,7 @@ def list_built_in_formats() -> tuple[Format, ...]:
         for name in _PACKAGES
         if _is_installed(name)
     )
-    return tuple(each for each in loaded if all(map(_is_installed, each.requires)))
+    return tuple(candidate for candidate in loaded if all(map(_is_installed, candidate.requires)))
 
 
 def _is_installed(name: str) -> bool:
@@ -44,7 +44,6 @@ def _is_installed(name: str) -> bool:
 
 
 def _list_extensions() -> tuple[Format, ...]:
-    """Return the formats that other packages declare, and those of `add_format`."""
     return (*_ADDED, *_load_extensions())
 
 
@@ -63,11 +62,8 @@ def add_format(added: Format) -> Iterator[None]:
 
 @cache
 def _load_extensions() -> tuple[Format, ...]:
-    """Return the formats that installed packages declare.
-
-    Their metadata is read here: to import importlib.metadata takes longer than to read a small
-    checkpoint.
-    """
+    # The metadata of packages is read here: to import importlib.metadata takes longer than to read
+    # a small checkpoint.
     declared = dict.fromkeys(chain.from_iterable(map(_list_declared, sys.path)))
     return tuple(_load_extension(name, target) for name, target in declared)
 
@@ -109,17 +105,17 @@ def list_formats() -> tuple[Format, ...]:
 
 def list_names() -> tuple[str, ...]:
     """Return the names of all formats, sorted: the choices of ``--from``."""
-    return tuple(sorted({each.name for each in list_formats()}))
+    return tuple(sorted({known.name for known in list_formats()}))
 
 
 def list_built_in_names() -> tuple[str, ...]:
     """Return the names of the formats of this project, sorted."""
-    return tuple(sorted(each.name for each in list_built_in_formats()))
+    return tuple(sorted(known.name for known in list_built_in_formats()))
 
 
 def find_format(name: str) -> Format | None:
     """Return the format with a name, or None."""
-    return next((each for each in _iterate_formats() if each.name == name), None)
+    return next((known for known in _iterate_formats() if known.name == name), None)
 
 
 def get_format(name: str) -> Format:
@@ -136,12 +132,12 @@ def get_format(name: str) -> Format:
 
 def list_writers() -> dict[str, Writer]:
     """Return all writers by name: the choices of ``--to``."""
-    return {writer.name: writer for each in list_formats() for writer in each.writers}
+    return {writer.name: writer for known in list_formats() for writer in known.writers}
 
 
 def list_built_in_writers() -> dict[str, Writer]:
     """Return the writers of this project by name."""
-    return {writer.name: writer for each in list_built_in_formats() for writer in each.writers}
+    return {writer.name: writer for known in list_built_in_formats() for writer in known.writers}
 
 
 def list_writers_using(option: str) -> list[str]:
@@ -160,8 +156,8 @@ def find_writer(name: str) -> Writer:
     Raises:
         UsageError: there is none.
     """
-    writers = (writer for each in _iterate_formats() for writer in each.writers)
-    writer = next((each for each in writers if each.name == name), None)
+    writers = (writer for known in _iterate_formats() for writer in known.writers)
+    writer = next((writer for writer in writers if writer.name == name), None)
     if writer is None:
         raise UsageError(f"--to {name}", f"layouts are {', '.join(list_writers())}")
     return writer
@@ -170,7 +166,7 @@ def find_writer(name: str) -> Writer:
 def describe_source(manifest: Manifest) -> Source:
     """Return what is known about checkpoints of a manifest's format."""
     name = manifest.origin.format
-    sources = (each.sources for each in _iterate_formats())
+    sources = (candidate.sources for candidate in _iterate_formats())
     source = next((known[name] for known in sources if name in known), _UNKNOWN)
     if source.choose_writer is None:
         return source
@@ -195,25 +191,24 @@ def _detects_loosely(candidate: Format, location: Location) -> bool:
 def _is_claimed(candidate: Format, location: Location) -> bool:
     """Return whether a format is not looked for, since a run of another format is there."""
     return candidate.yields_to_runs and any(
-        each.claims is not None and each.claims(location) for each in _iterate_formats()
+        other.claims is not None and other.claims(location) for other in _iterate_formats()
     )
 
 
 def _find_strictly(location: Location) -> Iterator[Format]:
-    """Yield the formats that detect a checkpoint: particular ones, extensions, generic ones."""
-    known = list_built_in_formats()
-    yield from (each for each in known if not each.is_generic and _detects(each, location))
-    yield from (each for each in _list_extensions() if _detects(each, location))
-    yield from (each for each in known if each.is_generic and _detects(each, location))
+    built_in = list_built_in_formats()
+    yield from (known for known in built_in if not known.is_generic and _detects(known, location))
+    yield from (known for known in _list_extensions() if _detects(known, location))
+    yield from (known for known in built_in if known.is_generic and _detects(known, location))
 
 
 def _find_loosely(location: Location) -> Iterator[Format]:
-    yield from (each for each in _iterate_formats() if _detects_loosely(each, location))
+    yield from (known for known in _iterate_formats() if _detects_loosely(known, location))
 
 
 def detects_extension(location: Location) -> bool:
     """Return whether a format of another package detects a checkpoint at a location."""
-    return any(_detects(each, location) for each in _list_extensions())
+    return any(_detects(extension, location) for extension in _list_extensions())
 
 
 def is_loose(location: Location) -> bool:

@@ -108,7 +108,7 @@ class Request:
         """Return a request as one of this class; the fields that it lacks have their defaults."""
         if isinstance(request, cls):
             return request
-        return cls(**{each.name: getattr(request, each.name) for each in fields(request)})
+        return cls(**{option.name: getattr(request, option.name) for option in fields(request)})
 
     @property
     def own(self) -> Self | None:

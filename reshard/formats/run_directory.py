@@ -21,7 +21,7 @@ from reshard.core.location import Location, refuse_broken_link
 from reshard.errors import UnrecognisedError
 from reshard.system.files import MAX_POINTER, read_small_file
 from reshard.system.paths import as_path
-from reshard.units import some
+from reshard.units import abridge
 
 _NUMBERED = re.compile(
     r"(?:(?:checkpoint|step|global_step|iter|(?:dist_)?epoch|ckpt)[-_]?"
@@ -99,7 +99,7 @@ def _advise_others(location: Location, broken: str) -> str:
     others = [name for name in list_tags(location) or location.folders if name != broken]
     if not others:
         return f"copy it here again: {location} has no other checkpoint"
-    return f"choose another one with --tag; there are {some(others, _LISTED)}"
+    return f"choose another one with --tag; there are {abridge(others, _LISTED)}"
 
 
 def list_tags(location: Location) -> list[str]:
@@ -202,7 +202,7 @@ def list_runs(
         return {}
     numbers = list_numbered(location) or _list_numbered_files(location)
     models = [_list_models(folder, detect, depth - 1) for folder in numbers.values()]
-    names = [name for name in _FOLDERS if any(name in each for each in models)] or [""]
+    names = [name for name in _FOLDERS if any(name in folders for folders in models)] or [""]
     found = {
         name: {n: _find_model(numbers[n], name, detect, depth - 1) for n in sorted(numbers)}
         for name in names
@@ -210,12 +210,12 @@ def list_runs(
     if any(checkpoint for run in found.values() for checkpoint in run.values()):
         return found
     inside = [location.folders[name] for name in _FOLDERS if name in location.folders]
-    several = [each for folder in inside if (each := list_runs(folder, detect, depth - 1))]
+    several = [runs for folder in inside if (runs := list_runs(folder, detect, depth - 1))]
     if len(several) > 1:
         raise UnrecognisedError(
             location,
             f"contains the checkpoints of {len(several)} runs",
-            f"pass one of {some([str(folder) for folder in inside])}",
+            f"pass one of {abridge([str(folder) for folder in inside])}",
         )
     return several[0] if several else {}
 
@@ -254,7 +254,6 @@ def parse_number(name: str) -> int | None:
 
 
 def _find_pointed(location: Location, detect: Callable[[Location], bool]) -> Location | None:
-    """Return the checkpoint that the run's pointer names, or the symlink that is one."""
     pointer = location.find_first(_POINTERS)
     if pointer is None:
         _refuse_broken_link(location, lambda name: name in _POINTERS or _LINK.fullmatch(name))
@@ -283,17 +282,13 @@ def describe_lost_pointer(location: Location) -> str:
 
 
 def _refuse_broken_link(location: Location, names_checkpoint: Callable[[str], object]) -> None:
-    """Refuse a run in which a symlink that names its checkpoint points to nothing."""
     for name, link in location.broken_links.items():
         if names_checkpoint(name) and re.search(r"\d", link.readlink().name):
             refuse_broken_link(link, _advise_others(location, name))
 
 
 def _find_linked(location: Location, detect: Callable[[Location], bool]) -> Location | None:
-    """Return the directory to which a symlink such as ``latest`` or ``RUN-latest`` points.
-
-    None if there are several.
-    """
+    """Return where a symlink such as ``latest`` points; None if there are several."""
     links = {
         name: folder
         for name, folder in location.folders.items()
@@ -311,7 +306,6 @@ def _find_linked(location: Location, detect: Callable[[Location], bool]) -> Loca
 
 
 def _find_newest(location: Location, detect: Callable[[Location], bool]) -> Location | None:
-    """Return the checkpoint of the highest number; None if no number has a checkpoint."""
     # The highest number may be an interrupted save. `find_checkpoint` refuses it, because an older
     # checkpoint is not what the user expects.
     numbers = list_numbered(location)

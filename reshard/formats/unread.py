@@ -17,7 +17,7 @@ from reshard.core.manifest import Manifest
 from reshard.formats import adjacent_files, run_directory
 from reshard.system.paths import as_path, is_remote
 from reshard.training.companion_files import CONFIG_FOLDERS, is_companion
-from reshard.units import counted, some
+from reshard.units import abridge, counted
 
 _DEPTH = 3  # folders below that of the checkpoint
 _LISTED = 6
@@ -43,8 +43,13 @@ def find(location: Location, manifest: Manifest) -> dict[str, str]:
     if location.chosen:
         return {}
     train = manifest.train
-    known = (*manifest.files, *train.rng_files, *train.kept_files.values())
-    used = {*known, *train.hook_files.values()}
+    used = {
+        *manifest.files,
+        *manifest.read_files,
+        *train.rng_files,
+        *train.kept_files.values(),
+        *train.hook_files.values(),
+    }
     found: dict[str, str] = {}
     for level, below in _list_levels(location, manifest):
         for name, path in level.files.items():
@@ -67,7 +72,7 @@ def describe(unread: Mapping[str, str]) -> list[str]:
     """Return a note on files that were not read, with one name for all files of a folder."""
     if not unread:
         return []
-    return [f"{some(group(unread), _LISTED)}: not read, and not part of the output"]
+    return [f"{abridge(group(unread), _LISTED)}: not read, and not part of the output"]
 
 
 def update_notes(
@@ -114,7 +119,6 @@ def _list_levels(location: Location, manifest: Manifest) -> Iterator[tuple[Locat
 
 
 def _is_of_trainer(location: Location) -> bool:
-    """Return whether HF Trainer or Accelerate saved a checkpoint into a directory."""
     return adjacent_files.TRAINER_STATE in location.files or bool(
         adjacent_files.list_random_files(location)
     )
@@ -135,8 +139,7 @@ def _is_passed_over(folder: str) -> bool:
 
 
 def _walk(folder: Location, name: str, depth: int) -> Iterator[tuple[str, str]]:
-    """Yield the files in a folder and in those below it, except copies of a model's config."""
-    is_config = any(name in (each, each.partition("/")[0]) for each in CONFIG_FOLDERS)
+    is_config = any(name in (config, config.partition("/")[0]) for config in CONFIG_FOLDERS)
     for inner, path in folder.files.items():
         if not (is_config and (is_companion(inner) or _NO_STATE.fullmatch(inner))):
             yield f"{name}/{inner}", str(path)

@@ -34,7 +34,10 @@ def build_diff_page(
     equal = f"{units.counted(document['equal'], 'tensor')} equal {how}"
     maps = Maps(
         (shards.map_manifest("A", a), shards.map_manifest("B", b)),
-        [(_find_map_kind(each["kind"]), each["fqn"]) for each in document["unequal"]],
+        [  # the module's copy is a weight in a map
+            ("weight" if tensor["kind"] == "copy" else tensor["kind"], tensor["fqn"])
+            for tensor in document["unequal"]
+        ],
         "unequal",
     )
     return Page(
@@ -220,7 +223,6 @@ def _list_resume_rows(document: Document) -> list[tuple[str, str]]:
 
 
 def _show_control(control: Document) -> str:
-    """Return a sentence: whether the losses of these steps would reveal a lost moment."""
     noticed = "noticed" if control["noticed"] else "NOT noticed: these steps show nothing"
     far = _find_max_relative(control["trajectory"], "loss")
     distance = f", by {far:.2g} relative" if isinstance(far, float) else ""
@@ -228,7 +230,6 @@ def _show_control(control: Document) -> str:
 
 
 def _read_series(run: Document) -> dict[str, Any]:
-    """Return a run in the form that `Curves.of` takes, with the exact bits of its log."""
     points = run["series"]
     norms = [_read_number(point, "grad_norm") for point in points]
     return {
@@ -247,8 +248,8 @@ def _read_number(point: Document, key: str) -> float | None:
 
 def _list_failed_runs(document: Document) -> Iterator[Findings]:
     control = [document["control"]] if document["control"] else []
-    for each in (*document["targets"], *control):
-        run = each["run"]
+    for result in (*document["targets"], *control):
+        run = result["run"]
         if run["failure"]:
             yield Findings(f"Failed: {run['name']}", [run["failure"], *run["said"]], "bad")
 
@@ -267,13 +268,19 @@ def _build_layouts_table(targets: Sequence[Document]) -> PageTable:
             *columns,
             Column("Equal", "number", [state["equal"] for state in compared_states]),
             Column("Different", "number", differ),
-            Column("Loss", "number", [_find_max_relative(each, "loss") for each in trajectories]),
+            Column(
+                "Loss",
+                "number",
+                [_find_max_relative(trajectory, "loss") for trajectory in trajectories],
+            ),
             Column(
                 "Norm",
                 "number",
-                [_find_max_relative(each, "grad_norm") for each in trajectories],
+                [_find_max_relative(trajectory, "grad_norm") for trajectory in trajectories],
             ),
-            Column("Final weights", "state", [_show_weights(each) for each in trajectories]),
+            Column(
+                "Final weights", "state", [_show_weights(trajectory) for trajectory in trajectories]
+            ),
         ),
         "Equal and different tensors; the largest difference of losses and of gradient norms,"
         " relative to the larger value.",
@@ -281,7 +288,6 @@ def _build_layouts_table(targets: Sequence[Document]) -> PageTable:
 
 
 def _build_runs_table(document: Document) -> PageTable:
-    """Build the table of the programs: the unbroken run, one for each layout, and the control."""
     control = [
         (name, document[key]["run"])
         for key, name in (("noise", "unbroken, weights rounded"), ("control", "control"))
@@ -313,7 +319,6 @@ def _show_weights(trajectory: Document | None) -> str:
 
 
 def _build_notes_table(targets: Sequence[Document]) -> Iterator[PageTable]:
-    """Build the table of the notes that `split` printed when it wrote each layout."""
     rows = [
         (target["name"], label, text)
         for target in targets
@@ -335,22 +340,23 @@ def _list_comparison(document: Document) -> list[tuple[str, str]]:
 def _build_difference_tables(document: Document) -> tuple[PageTable, ...]:
     unequal, train = document["unequal"], document["train"]
     only = [(side, *key) for side in ("a", "b") for key in document[f"only_{side}"]]
+    firsts = [None if tensor["at"] is None else str(list(tensor["at"])) for tensor in unequal]
     tables = (
         PageTable(
             "Unequal tensors",
             (
-                Column("Name", "name", [each["fqn"] for each in unequal]),
-                Column("Kind", "text", [each["kind"] for each in unequal]),
-                Column("What", "text", [each["what"] for each in unequal]),
-                Column("Unequal", "number", [each["count"] for each in unequal]),
-                Column("Of", "number", [each["numel"] for each in unequal]),
-                Column("Max abs", "number", [each["max_abs"] for each in unequal]),
-                Column("Max rel", "number", [each["max_rel"] for each in unequal]),
-                Column("Max ulp", "number", [each["max_ulp"] for each in unequal]),
-                Column("Not finite", "number", [each["not_finite"] for each in unequal]),
-                Column("First at", "name", [_show_index(each["at"]) for each in unequal]),
-                Column("A", "name", [each["a"] for each in unequal]),
-                Column("B", "name", [each["b"] for each in unequal]),
+                Column("Name", "name", [tensor["fqn"] for tensor in unequal]),
+                Column("Kind", "text", [tensor["kind"] for tensor in unequal]),
+                Column("What", "text", [tensor["what"] for tensor in unequal]),
+                Column("Unequal", "number", [tensor["count"] for tensor in unequal]),
+                Column("Of", "number", [tensor["numel"] for tensor in unequal]),
+                Column("Max abs", "number", [tensor["max_abs"] for tensor in unequal]),
+                Column("Max rel", "number", [tensor["max_rel"] for tensor in unequal]),
+                Column("Max ulp", "number", [tensor["max_ulp"] for tensor in unequal]),
+                Column("Not finite", "number", [tensor["not_finite"] for tensor in unequal]),
+                Column("First at", "name", firsts),
+                Column("A", "name", [tensor["a"] for tensor in unequal]),
+                Column("B", "name", [tensor["b"] for tensor in unequal]),
             ),
         ),
         PageTable(
@@ -371,15 +377,6 @@ def _build_difference_tables(document: Document) -> tuple[PageTable, ...]:
         ),
     )
     return tuple(table for table in tables if table.height)
-
-
-def _find_map_kind(kind: str) -> str:
-    """Return the kind that maps use for a compared tensor; the module's copy is a weight."""
-    return "weight" if kind == "copy" else kind
-
-
-def _show_index(at: Sequence[int] | None) -> str | None:
-    return None if at is None else str(list(at))
 
 
 def _show_value(value: Any) -> str | None:

@@ -68,11 +68,11 @@ class Curves:
         """
         runs = tuple(
             LossRun(
-                str(each["name"]),
-                list(each["steps"]),
-                {key: list(each[key]) for key in _MEASURES if each.get(key)},
+                str(run["name"]),
+                list(run["steps"]),
+                {key: list(run[key]) for key in _MEASURES if run.get(key)},
             )
-            for each in series
+            for run in series
         )
         for run in runs:
             for key, values in run.measures.items():
@@ -125,13 +125,13 @@ def _measure_difference(base: LossRun, run: LossRun, key: str) -> Difference:
         for step, value in zip(run.steps, run.measures[key], strict=True)
         if step in expected
     ]
-    unequal = [each for each in both if not _is_same(each[1], each[2])]
+    unequal = [point for point in both if not _is_same(point[1], point[2])]
     measured = [
         (abs(a - b), step, abs(b))
         for step, a, b in unequal
         if a is not None and b is not None and isfinite(a) and isfinite(b)
     ]
-    largest, at, _ = max(measured, default=(0.0, None, 0.0), key=lambda each: each[0])
+    largest, at, _ = max(measured, default=(0.0, None, 0.0), key=lambda item: item[0])
     return Difference(
         run.name,
         _MEASURES[key].lower(),

@@ -16,6 +16,7 @@ from reshard.core.chunks import Chunk
 from reshard.core.manifest import MASTER, PARAM, Entry, Manifest, Skeleton
 from reshard.html import shards
 from reshard.html.page import Column, Facts, Findings, Maps, Page, PageTable
+from reshard.system.paths import shorten_names
 
 Document = Mapping[str, Any]
 
@@ -113,22 +114,19 @@ def _build_averaged_table(sources: Sequence[Document]) -> Iterator[PageTable]:
         yield PageTable(
             "Averaged",
             (
-                Column("Checkpoint", "name", [each["path"] for each in sources]),
-                Column("Format", "text", [each["format"] for each in sources]),
-                Column("Step", "number", [each["step"] for each in sources]),
-                Column("Factor", "number", [each["weight"] for each in sources]),
+                Column("Checkpoint", "name", [source["path"] for source in sources]),
+                Column("Format", "text", [source["format"] for source in sources]),
+                Column("Step", "number", [source["step"] for source in sources]),
+                Column("Factor", "number", [source["weight"] for source in sources]),
             ),
             "The map shows the last of them.",
         )
 
 
 def _set_read_kinds(skeleton: Skeleton, *, has_masters: bool) -> Skeleton:
-    """Return the skeleton with the kinds that entries have when the output is read.
-
-    An entry of a skeleton has the kind of the source entry that fills it. Module weights may thus
-    be called masters, masters may be called weights, and one entry may be both. Masters
-    are in optimizer files, or in a wider dtype than the module's copy.
-    """
+    # An entry of a skeleton has the kind of the source entry that fills it. Module weights may thus
+    # be called masters, masters may be called weights, and one entry may be both. Masters
+    # are in optimizer files, or in a wider dtype than the module's copy.
     sizes: dict[str, set[int]] = {}
     for entry in skeleton.entries:
         if entry.kind in (PARAM, MASTER):
@@ -147,7 +145,7 @@ def _set_read_kinds(skeleton: Skeleton, *, has_masters: bool) -> Skeleton:
             if chunks:
                 yield Entry(entry.fqn, kind, chunks[0].dtype, entry.shape, tuple(chunks))
 
-    entries = tuple(each for entry in skeleton.entries for each in split_by_kind(entry))
+    entries = tuple(part for entry in skeleton.entries for part in split_by_kind(entry))
     return replace(skeleton, entries=entries)
 
 
@@ -200,7 +198,9 @@ def _build_kinds_panel(title: str, document: Document) -> Facts:
 def _build_training_panel(document: Document) -> Facts:
     rows = []
     for number, group in enumerate(document["param_groups"]):
-        parts = [units.counted(group["tensors"], "tensor"), *_show_hyperparameters(group["hyper"])]
+        hyper = group["hyper"]
+        shown = [f"{key} {hyper[key]}" for key in ("lr", "weight_decay") if key in hyper]
+        parts = [units.counted(group["tensors"], "tensor"), *shown]
         rows.append((f"Group {number}", "; ".join(parts)))
     values = {name: document[name] for name in ("scheduler", "scaler", "samples")}
     values["client"] = ", ".join(map(str, document["client"]))
@@ -208,12 +208,7 @@ def _build_training_panel(document: Document) -> Facts:
     return Facts("Training", rows or [("Optimizer", "none")])
 
 
-def _show_hyperparameters(hyper: Mapping[str, Any]) -> list[str]:
-    return [f"{key} {hyper[key]}" for key in ("lr", "weight_decay") if key in hyper]
-
-
 def _show_state(value: Any) -> str:
-    """Return a plain state as readable text."""
     if isinstance(value, Mapping):
         pairs = [str(v) if k == "class" else f"{k} {_show_state(v)}" for k, v in value.items()]
         return units.shorten(", ".join(pairs), MOST_SHOWN)
@@ -229,7 +224,7 @@ def _build_files_table(manifest: Manifest) -> PageTable:
     return PageTable(
         "Files",
         (
-            Column("File", "name", list(shards.shorten_names(manifest.files).values())),
+            Column("File", "name", list(shorten_names(manifest.files).values())),
             Column("Size", "bytes", [file.nbytes for file in manifest.files.values()]),
             Column("In tensors", "bytes", [tensor_bytes.get(path, 0) for path in manifest.files]),
         ),
@@ -237,7 +232,6 @@ def _build_files_table(manifest: Manifest) -> PageTable:
 
 
 def _build_target_panel(document: Document, skeleton: Skeleton) -> Facts:
-    """Build the panel of the output, with the values that the command's report has."""
     size = units.show_bytes(document["bytes_written"])
     optimizer = ""
     if "optimizer_tensors_out" in document:
@@ -257,9 +251,7 @@ def _build_target_panel(document: Document, skeleton: Skeleton) -> Facts:
 
 
 def _collect_findings(document: Document) -> tuple[Findings, ...]:
-    """Collect the findings of a writing command's report; each command fills some of them."""
-
-    def listed(key: str) -> list[str]:
+    def abridge(key: str) -> list[str]:
         return list(document.get(key, ()))
 
     def pairs(key: str, between: str, after: str = "") -> list[str]:
@@ -274,15 +266,15 @@ def _collect_findings(document: Document) -> tuple[Findings, ...]:
         else []
     )
     return (
-        Findings("Warnings", listed("warnings"), "bad"),
+        Findings("Warnings", abridge("warnings"), "bad"),
         Findings("Became infinite", pairs("overflowed", ": ", " values"), "bad"),
         Findings("Became zero", pairs("flushed", ": ", " values"), "bad"),
-        Findings("Dropped", [*listed("dropped"), *dropped]),
-        Findings("Excluded", listed("excluded")),
-        Findings("Derived", listed("derived")),
-        Findings("Kept", listed("kept")),
-        Findings("Kept in float32", listed("kept_fp32")),
-        Findings("Notes", [*listed("notes"), *listed("changes")]),
+        Findings("Dropped", [*abridge("dropped"), *dropped]),
+        Findings("Excluded", abridge("excluded")),
+        Findings("Derived", abridge("derived")),
+        Findings("Kept", abridge("kept")),
+        Findings("Kept in float32", abridge("kept_fp32")),
+        Findings("Notes", [*abridge("notes"), *abridge("changes")]),
         Findings("Renamed", pairs("renamed", " → ")),
         Findings("Prefixes removed", pairs("stripped", " → ")),
         Findings("Tied, not written twice", pairs("dropped_aliases", " = ")),

@@ -41,7 +41,7 @@ def build_plan_page(document: Document) -> Page:
     for key, title in (("fits", "Fits"), ("fits_with_checkpointing", "Fits with checkpointing")):
         tables.append(Column(title, "state", ["yes" if row[key] else "no" for row in rows]))
     tables.append(Column("Too small", "text", [" and ".join(row["lacks"]) for row in rows]))
-    advice = [f"{units.show_bytes(each['saved'])}: {each['what']}" for each in document["advice"]]
+    advice = [f"{units.show_bytes(item['saved'])}: {item['what']}" for item in document["advice"]]
     return Page(
         "plan",
         document["model"]["source"],
@@ -67,10 +67,7 @@ def build_plan_page(document: Document) -> Page:
 
 
 def _draw(document: Document, title: str, activations: str, total: str) -> Bars:
-    """Return the bars whose parts add up to the totals of the document.
-
-    The step of the optimizer comes after the backward pass, so only what it needs beyond that adds.
-    """
+    # The step of the optimizer comes after the backward pass, so only what it needs beyond adds.
     keys = [activations if key == "activations" else key for key, _ in _PARTS]
     rows = document["rows"]
     beyond = [row[total] - sum(row[key] for key in keys) for row in rows]

@@ -8,16 +8,14 @@ pieces are drawn as one, and the page says so.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from operator import itemgetter, mul
-from pathlib import Path
 from typing import Any, NamedTuple
 
 from reshard.core.box import Index, row_major
 from reshard.core.manifest import Entry, Manifest, Skeleton
-from reshard.system.paths import find_rank
+from reshard.system.paths import find_rank, shorten_names
 from reshard.units import make_natural_key
 
 MOST_PIECES = 100_000  # per map; about 5 MB before compression
@@ -100,7 +98,6 @@ class Shards:
 
 
 def _get_itemsize(entry: Entry) -> int:
-    """Return the bytes of one element as it is stored."""
     return (entry.chunks[0].dtype if entry.chunks else entry.dtype).itemsize
 
 
@@ -108,13 +105,6 @@ def map_manifest(title: str, manifest: Manifest) -> Shards:
     """Build the map of a checkpoint that was read."""
     files = {path: file.nbytes for path, file in manifest.files.items()}
     return _build_shards(title, manifest.entries.values(), files, shorten_names(files))
-
-
-def shorten_names(paths: Iterable[str]) -> dict[str, str]:
-    """Return path -> path below the directory that all of them share."""
-    listed = list(paths)
-    root = os.path.commonpath([Path(path).parent for path in listed]) if listed else ""
-    return {path: os.path.relpath(path, root).replace(os.sep, "/") for path in listed}
 
 
 def map_skeleton(title: str, skeleton: Skeleton) -> Shards:
@@ -149,7 +139,6 @@ def _build_shards(
 
 
 def _sum_kinds(rows: Iterable[MapRow], tensors: Sequence[Entry]) -> dict[str, int]:
-    """Return the bytes of all rows by the kind of their tensors."""
     sizes: dict[str, int] = {}
     for row in rows:
         for piece in row.pieces:
@@ -161,10 +150,7 @@ def _sum_kinds(rows: Iterable[MapRow], tensors: Sequence[Entry]) -> dict[str, in
 def _group_into_rows(
     paths: Sequence[str], labels: Mapping[str, str]
 ) -> Iterator[tuple[str, int | None, list[str]]]:
-    """Yield the rows in order: ranks by number, then other files, grouped by directory.
-
-    A universal checkpoint has one directory per parameter; all shards of a model are in one.
-    """
+    # A universal checkpoint has one directory per parameter; all shards of a model are in one.
     ranks: dict[int, list[str]] = {}
     others: dict[str, list[str]] = {}
     for path in paths:
@@ -181,7 +167,6 @@ def _group_into_rows(
 def _shift_pieces(
     members: Iterable[str], files: Mapping[str, int], pieces_of: Mapping[str, Sequence[MapPiece]]
 ) -> Iterator[MapPiece]:
-    """Yield the pieces of files that follow one another, with offsets in the row."""
     start = 0
     for path in members:
         for piece in pieces_of.get(path, ()):
@@ -190,7 +175,6 @@ def _shift_pieces(
 
 
 def _collect_pieces(tensors: Sequence[Entry]) -> dict[str, list[MapPiece]]:
-    """Return file -> its pieces in order of their offsets, from the start of the file."""
     by_file: dict[str, list[MapPiece]] = {}
     for number, entry in enumerate(tensors):
         for file, piece in _join_chunks(number, entry):
@@ -201,10 +185,7 @@ def _collect_pieces(tensors: Sequence[Entry]) -> dict[str, list[MapPiece]]:
 
 
 def _join_chunks(number: int, entry: Entry) -> Iterator[tuple[str, MapPiece]]:
-    """Yield (file, piece), with chunks joined that are adjacent in the file and the tensor.
-
-    A run of a partition is stored as several chunks, in order.
-    """
+    # A run of a partition is stored as several chunks, in order, which are joined.
     strides = row_major(entry.shape)
     file, offset, stop, start, next_start, shape = "", 0, 0, 0, -1, None
     for chunk in entry.chunks:
@@ -235,7 +216,6 @@ def _is_run(box: Index, shape: Index) -> bool:
 
 
 def _coarsen(rows: list[MapRow]) -> tuple[int, list[MapRow]]:
-    """Return the size below which pieces were joined, and rows of at most `MOST_PIECES` pieces."""
     if _count_distinct(rows) <= MOST_PIECES:
         return 0, rows
     sizes = [sum(piece.nbytes for piece in row.pieces) for row in rows]
@@ -249,7 +229,6 @@ def _coarsen(rows: list[MapRow]) -> tuple[int, list[MapRow]]:
 
 
 def _count_distinct(rows: Iterable[MapRow]) -> int:
-    """Return the number of distinct pieces, with layouts shared between rows."""
     layouts = _RowLayouts({})
     for row in rows:
         layouts.add(row.pieces)
@@ -257,7 +236,6 @@ def _count_distinct(rows: Iterable[MapRow]) -> int:
 
 
 def _join_small(pieces: Sequence[MapPiece], smallest: int) -> tuple[MapPiece, ...]:
-    """Join neighbours into pieces of at least ``smallest`` bytes, named after the largest one."""
     result: list[MapPiece] = []
     largest = 0  # bytes of the largest piece in the last joined one
     for piece in pieces:
@@ -300,8 +278,6 @@ class _RowLayout:
 
 @dataclass(slots=True)
 class _RowLayouts:
-    """The distinct layouts of a map."""
-
     shapes: dict[Index, int]
     pieces: int = 0
     _all: list[_RowLayout] = field(default_factory=list)
@@ -322,15 +298,15 @@ class _RowLayouts:
         """Return one column per property; ``shape`` is an index into the shapes, or -1."""
         return [
             {
-                "offset": [piece.offset for piece in each.pieces],
-                "nbytes": [piece.nbytes for piece in each.pieces],
-                "tensor": [piece.tensor for piece in each.pieces],
-                "shape": [self._number_shape(piece.shape) for piece in each.pieces],
-                "start": each.starts,
-                "step": each.steps or [0] * len(each.pieces),
-                "more": [piece.more for piece in each.pieces],
+                "offset": [piece.offset for piece in layout.pieces],
+                "nbytes": [piece.nbytes for piece in layout.pieces],
+                "tensor": [piece.tensor for piece in layout.pieces],
+                "shape": [self._number_shape(piece.shape) for piece in layout.pieces],
+                "start": layout.starts,
+                "step": layout.steps or [0] * len(layout.pieces),
+                "more": [piece.more for piece in layout.pieces],
             }
-            for each in self._all
+            for layout in self._all
         ]
 
     def _number_shape(self, shape: Index | None) -> int:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from reshard.core.box import Box, Index, flat_span
 from reshard.core.chunks import (
@@ -44,17 +44,21 @@ class RankBlocks(ComputedChunks):
 
     Args:
         files: the file of each rank; all tensors in these files share one sequence.
-        byte_offsets: where the block of each rank begins in its file.
+        find_offset: returns where a rank's block begins in its file.
     """
 
-    __slots__ = ("_boxes", "_byte_offsets", "_dtype", "_files")
+    __slots__ = ("_boxes", "_dtype", "_files", "_find_offset")
 
     def __init__(
-        self, files: Sequence[str], boxes: RankBoxes, byte_offsets: Sequence[int], dtype: DType
+        self,
+        files: Sequence[str],
+        boxes: RankBoxes,
+        find_offset: Callable[[int], int],
+        dtype: DType,
     ) -> None:
         self._files = files
         self._boxes = boxes
-        self._byte_offsets = byte_offsets
+        self._find_offset = find_offset
         self._dtype = dtype
 
     @property
@@ -81,7 +85,7 @@ class RankBlocks(ComputedChunks):
         """Return the block of a rank, or None if it is empty."""
         parts = self._boxes.parts
         part = parts[position] if position < len(parts) else None
-        return part and (self._byte_offsets[position], *part, self._dtype)
+        return part and (self._find_offset(position), *part, self._dtype)
 
     @property
     def cut_boxes(self) -> Iterable[Box]:
@@ -99,7 +103,7 @@ class RankBlocks(ComputedChunks):
     def __iter__(self) -> Iterator[Chunk]:
         for rank, box in enumerate(self._boxes.boxes):
             if box.volume:
-                yield contiguous(self._files[rank], self._byte_offsets[rank], self._dtype, box)
+                yield contiguous(self._files[rank], self._find_offset(rank), self._dtype, box)
 
     def __len__(self) -> int:
         return self._boxes.part_count

@@ -35,6 +35,7 @@ ROLES: Mapping[str, Role] = {  # in the order in which fully_shard joins them
     **dict.fromkeys(("tp", "tensor", "tensor_parallel"), "tensor"),
 }
 _ORDER = list(dict.fromkeys(ROLES.values()))
+_OF_ROLE = {"replicate": "replicate", "shard": "shard", "tensor": "are tensor parallel"}
 _AXIS = re.compile(r"([A-Za-z_]\w*)=(\d{1,9})", re.ASCII)
 _NOT_OURS = {
     "cp": (
@@ -234,7 +235,7 @@ def parse_mesh(text: str, device: str) -> MeshGrid:
     role, times = Counter(grid.roles).most_common(1)[0]
     if times > 1:
         raise UsageError(
-            option, f"has {times} axes that {_describe_role(role)}", "merge them into one axis"
+            option, f"has {times} axes that {_OF_ROLE[role]}", "merge them into one axis"
         )
     if [_ORDER.index(role) for role in grid.roles] != sorted(map(_ORDER.index, grid.roles)):
         raise UsageError(
@@ -249,10 +250,6 @@ def parse_mesh(text: str, device: str) -> MeshGrid:
             "write --to torch, or name the axis that shards",
         )
     return grid
-
-
-def _describe_role(role: Role) -> str:
-    return {"replicate": "replicate", "shard": "shard", "tensor": "are tensor parallel"}[role]
 
 
 def _suggest_names(name: str) -> str:

@@ -158,11 +158,8 @@ def compute_packed_boxes(
 def _find_cutting_order(
     dim: int, cuts: Sequence[Cut | None], sizes: Sequence[int]
 ) -> list[int] | None:
-    """Return the mesh axes that cut a tensor dim, first cut first.
-
-    An axis follows those later axes whose sizes multiply to its split factor (torch 2.13
-    ``distributed/tensor/_dtensor_spec.py``, ``_maybe_convert_StridedShard_to_shard_order``).
-    """
+    # An axis follows those later axes whose sizes multiply to its split factor (torch 2.13
+    # ``distributed/tensor/_dtensor_spec.py``, ``_maybe_convert_StridedShard_to_shard_order``).
     order: list[int] = []
     for axis in reversed(range(len(cuts))):
         cut = cuts[axis]

@@ -97,8 +97,7 @@ class EqualRuns(Partition):
         start = position * self.step
         if start >= self.numel:
             return None
-        stop = start + self.step
-        stop = min(stop, self.numel)
+        stop = min(start + self.step, self.numel)
         offset = self.offsets.byte_offsets[position] + self.skipped
         return offset, start, stop, None, self.dtype
 
@@ -147,8 +146,7 @@ class EqualRuns(Partition):
         low = start
         while low < stop:
             rank, before = divmod(low, step)  # the run's elements that precede `start`
-            high = low + step - before
-            high = min(high, stop)
+            high = min(low + step - before, stop)
             offset = byte_offsets[rank] + self.skipped + before * size
             yield low, high, files[rank], offset, dtype, 1.0
             low = high

@@ -28,7 +28,7 @@ from reshard.live.files import LiveFiles, is_first_rank, raise_on_all_ranks
 from reshard.system.files import SourceFiles
 from reshard.tensors.lazy import view_bytes
 from reshard.training import optimizers
-from reshard.units import counted, some
+from reshard.units import abridge, counted
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -42,6 +42,7 @@ _REMEDY = (
     ' reshard. Please report the error with the param groups of the optimizer. (trust="none" leaves'
     " this comparison out.)"
 )
+_INFINITE = "train in bf16 or fp32, or accept infinite values with on_overflow='allow'"
 _NAMES = {PARAM: "weight", MASTER: "fp32 master"}  # of kinds, in messages
 _logger = logging.getLogger("reshard")
 
@@ -88,10 +89,14 @@ class Expected:
     Args:
         entries: weights and slots, without those that are zero because the source has none.
         tied: alias -> the name that has the entries.
+        may_overflow: whether a cast may make a finite value infinite.
     """
 
-    def __init__(self, entries: Mapping[Key, Entry], tied: Mapping[str, str]) -> None:
+    def __init__(
+        self, entries: Mapping[Key, Entry], tied: Mapping[str, str], *, may_overflow: bool = False
+    ) -> None:
         self.entries = entries
+        self.may_overflow = may_overflow
         self.kinds = frozenset(kind for kind, _ in entries)
         self._tied = tied
         self._fqns = {fqn for _, fqn in entries}
@@ -132,7 +137,9 @@ def compare_files(blocks: Iterable[Loaded], live: LiveFiles) -> None:
     Raises:
         DifferentError: on every rank, if an element differs on one of them.
     """
-    compare(blocks, Expected(live.entries, live.tied), live.pool, live.trust)
+    planned, may_overflow = live.planned, live.on_overflow == "allow"
+    expected = Expected(planned.entries, planned.tied, may_overflow=may_overflow)
+    compare(blocks, expected, live.pool, live.trust)
 
 
 def compare_read(
@@ -206,11 +213,7 @@ def _log(compared: int, left_out: Mapping[NotCompared, int], trust: Trust) -> No
 
 @dataclass(frozen=True, slots=True)
 class _Elements:
-    """Elements of a block that follow one another in the whole tensor.
-
-    Args:
-        start: the first element in the flattened tensor.
-    """
+    """Elements of a block from ``start`` on, in the flattened whole tensor."""
 
     start: int
     values: Tensor
@@ -218,7 +221,7 @@ class _Elements:
 
 def _cut_all(block: LoadedBlock) -> Iterator[_Elements]:
     values = block.values.detach().reshape(block.box.shape)
-    is_flat = _is_run(block.box, block.shape)
+    is_flat = block.box.is_run(block.shape)
     # Only cuts that leave the last dim alone are runs of the whole tensor.
     limit = _BLOCK if is_flat else min(_BLOCK, block.box.shape[-1])
     for cut in contiguous_cuts(block.box.shape, limit):
@@ -227,7 +230,6 @@ def _cut_all(block: LoadedBlock) -> Iterator[_Elements]:
 
 
 def _choose_samples(block: LoadedBlock) -> Iterator[_Elements]:
-    """Yield a few elements in the middle of a block, and others if these are zero."""
     values = block.values.detach()
     if values.is_contiguous():
         values = values.view(block.box.shape)
@@ -238,15 +240,14 @@ def _choose_samples(block: LoadedBlock) -> Iterator[_Elements]:
         step = -(-block.box.volume // _SEARCHED)
         searched = values.reshape(-1)[::step]
         yield _take_run(block, values, int(searched.ne(0).int().argmax()) * step)
+    if values.dtype == torch.float16:  # which the program may have cast from the master
+        infinite = values.reshape(-1).isinf()
+        if bool(infinite.any()):
+            yield _take_run(block, values, int(infinite.int().argmax()))
 
 
 def _take_run(block: LoadedBlock, values: Tensor, at: int) -> _Elements:
-    """Return the elements around one of a block, in a row of the whole tensor.
-
-    Args:
-        values: those of the block, in its shape.
-        at: the position in the flattened block.
-    """
+    """``values`` are those of the block; ``at`` is the position in the flattened block."""
     if not block.box.shape:
         return _Elements(0, values)
     *row, column = index_of(at, block.box.shape)
@@ -256,15 +257,8 @@ def _take_run(block: LoadedBlock, values: Tensor, at: int) -> _Elements:
     return _Elements(start, values.reshape(block.box.shape)[tuple(row)][first : first + _RUN])
 
 
-def _is_run(box: Box, shape: Index) -> bool:
-    start, stop = flat_span(box, shape)
-    return stop - start == box.volume
-
-
 @dataclass(frozen=True, slots=True)
 class _Comparer:
-    """A comparison of blocks with the entries of the source."""
-
     expected: Expected
     pool: SourceFiles
     is_full: bool
@@ -303,7 +297,6 @@ class _Comparer:
         return None
 
     def _compare_runs(self, block: LoadedBlock, entries: list[Entry], dtype: DType) -> None:
-        """Compare a block with its candidates, one of which must have all of its elements."""
         planners = [CopyPlanner(entry) for entry in entries]
         for run in _cut_all(block) if self.is_full else _choose_samples(block):
             found = run.values.to("cpu").contiguous().reshape(-1)
@@ -317,13 +310,12 @@ class _Comparer:
         numel = run.values.numel()
         buffer = torch.zeros(numel, dtype=dtype.to_torch())
         copies = planner.plan_run(run.start, run.start + numel, dtype, 0)
-        fill(self.pool, copies, view_bytes(buffer))
+        fill(self.pool, copies, view_bytes(buffer), clamp=not self.expected.may_overflow)
         return buffer
 
     def _build_error(
         self, block: LoadedBlock, run: _Elements, found: Tensor, wanted: Tensor
     ) -> DifferentError:
-        """Return the error for a run that differs; it names the owners of what was found."""
         at = int((found.view(-1, 1) != wanted.view(-1, 1)).any(1).int().argmax())
         dtype = dtypes.BY_NAME[str(found.dtype).removeprefix("torch.")]
         kinds = (PARAM, MASTER) if block.kind in (PARAM, MASTER) else (block.kind,)
@@ -335,13 +327,13 @@ class _Comparer:
             and entry.dtype.family == dtype.family
             and _equals(self._read(CopyPlanner(entry), run, dtype), found)
         }
-        others = f"; {some(sorted(owners), _NAMED)} has these values" if owners else ""
+        others = f"; {abridge(sorted(owners), _NAMED)} has these values" if owners else ""
         return DifferentError(
             f"{block.fqn!r}",
             f"has another {_NAMES.get(block.kind, block.kind)} in memory after the load than in the"
             f" checkpoint: element {run.start + at} is {found[at].item():g} for"
             f" {wanted[at].item():g}{others}",
-            _REMEDY,
+            _INFINITE if found.dtype == torch.float16 and bool(found[at].isinf()) else _REMEDY,
         )
 
     def refuse_lost(self, parameter: WithoutState) -> None:

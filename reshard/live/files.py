@@ -24,7 +24,6 @@ from reshard.commands.split.options import SplitOptions
 from reshard.commands.split.report import SplitReport
 from reshard.commands.unwritten import plan_unwritten
 from reshard.core.box import Index
-from reshard.core.keys import WITHOUT_DDP, strip_wrappers
 from reshard.core.manifest import (
     MEMBER_LISTS,
     Entry,
@@ -35,10 +34,11 @@ from reshard.core.manifest import (
     SourceFile,
 )
 from reshard.engine.move.on_demand import OnDemandFiles
+from reshard.engine.move.options import OnOverflow
 from reshard.engine.planning.planner import Plan
 from reshard.errors import ReshardError, UsageError
 from reshard.formats.request import NO_PROGRAM, LiveTarget
-from reshard.live.names import use_live_names
+from reshard.live.names import get_live_name, use_live_names
 from reshard.model import shapes_of
 from reshard.system.files import SourceFiles
 from reshard.system.threads import count_cores
@@ -51,28 +51,13 @@ _logger = logging.getLogger("reshard")
 
 
 @dataclass(frozen=True, slots=True)
-class LiveFiles:
-    """The files that `split` would write, to be read by the ranks of a running program.
+class PlannedFiles:
+    """The result of the planning rank: plain values, which can be sent to the other ranks.
 
-    Attributes:
-        counters: ``step``, ``skipped_steps`` and ``samples`` of the source; None if not recorded.
+    Args:
         entries, tied: the tensors of the source that the files have, under the live names.
-        pool: the open files of the source.
-        trust: the option of this name.
+        counters: ``step``, ``skipped_steps`` and ``samples`` of the source; None if not recorded.
     """
-
-    files: OnDemandFiles
-    report: SplitReport
-    counters: Mapping[str, int | None]
-    entries: Mapping[Key, Entry]
-    tied: Mapping[str, str]
-    pool: SourceFiles
-    trust: Trust
-
-
-@dataclass(frozen=True, slots=True)
-class _Planned:
-    """The result of the planning rank: plain values, which can be sent to the other ranks."""
 
     entries: Mapping[Key, Entry]
     sources: Mapping[str, SourceFile]
@@ -80,6 +65,22 @@ class _Planned:
     report: SplitReport
     counters: Mapping[str, int | None]
     tied: Mapping[str, str]
+
+
+@dataclass(frozen=True, slots=True)
+class LiveFiles:
+    """The files that `split` would write, to be read by the ranks of a running program.
+
+    Args:
+        pool: the open files of the source.
+        trust, on_overflow: the options of these names.
+    """
+
+    files: OnDemandFiles
+    planned: PlannedFiles
+    pool: SourceFiles
+    trust: Trust
+    on_overflow: OnOverflow
 
 
 @contextmanager
@@ -113,15 +114,7 @@ def open_live_files(
             on_overflow=options.on_overflow,
             has_checksums=False,
         )
-        yield LiveFiles(
-            files,
-            planned.report,
-            planned.counters,
-            planned.entries,
-            planned.tied,
-            pool,
-            options.trust,
-        )
+        yield LiveFiles(files, planned, pool, options.trust, options.on_overflow)
 
 
 def read_options(given: Mapping[str, Any], decided: Mapping[str, Any]) -> dict[str, Any]:
@@ -150,46 +143,36 @@ def describe_program(module: Any, groups: Sequence[Mapping[str, Any]]) -> LiveTa
         groups: the optimizer's param groups, as in ``optimizer.param_groups``: the parameters under
             ``params``, and hyperparameters.
     """
-    names = {each: _remove_wrappers(name) for name, each in module.named_parameters()}
-    whole = {names[each]: shape for each, shape in _iterate_cut_by_fsdp1(module)}
-    shapes = shapes_of(module).rename(_remove_wrappers)
+    names = {parameter: get_live_name(name) for name, parameter in module.named_parameters()}
+    whole = {names[parameter]: shape for parameter, shape in _iterate_cut_by_fsdp1(module)}
+    shapes = shapes_of(module).rename(get_live_name)
     shapes = replace(shapes, parameters={**shapes.parameters, **whole})
-    if all(each in names for group in groups for each in group["params"]):
+    if all(parameter in names for group in groups for parameter in group["params"]):
         shapes = replace(shapes, groups=tuple(_name_group(group, names) for group in groups))
     return LiveTarget(shapes=shapes, groups=_name_trained(groups, names))
 
 
-def _remove_wrappers(name: str) -> str:
-    return strip_wrappers([name], WITHOUT_DDP)[name]  # which does not depend on other names
-
-
 def _iterate_cut_by_fsdp1(module: Any) -> Iterator[tuple[Any, Index]]:
-    """Yield each parameter of which FSDP 1 keeps a part on this rank, and its whole shape.
-
-    Source: torch 2.13 ``torch/distributed/fsdp/_flat_param.py``, ``FlatParameter``.
-    """
-    for each in module.modules():
-        flat = getattr(getattr(each, "_handle", None), "flat_param", None)
+    """Source: torch 2.13 ``torch/distributed/fsdp/_flat_param.py``, ``FlatParameter``."""
+    for submodule in module.modules():
+        flat = getattr(getattr(submodule, "_handle", None), "flat_param", None)
         if flat is not None:
             yield from zip(flat._params, map(tuple, flat._shapes), strict=True)  # noqa: SLF001 - no public names
 
 
 def _name_group(group: Mapping[str, Any], names: Mapping[Any, str]) -> ParamGroup:
     hyper = {key: value for key, value in group.items() if key not in MEMBER_LISTS}
-    return ParamGroup(hyper, tuple(names[each] for each in group["params"]))
+    return ParamGroup(hyper, tuple(names[parameter] for parameter in group["params"]))
 
 
 def _name_trained(
     live: Sequence[Mapping[str, Any]], names: Mapping[Any, str]
 ) -> tuple[ParamGroup, ...]:
-    """Return the param groups of a live optimizer; empty if some are not known.
-
-    Args:
-        live: the optimizer's groups.
-        names: parameter -> fqn.
-    """
-    known = [[each for each in group["params"] if each.requires_grad] for group in live]
-    if not all(known) or not all(each in names for members in known for each in members):
+    """Return the live groups; none if a parameter in them has no name."""
+    known = [
+        [parameter for parameter in group["params"] if parameter.requires_grad] for group in live
+    ]
+    if not all(known) or not all(parameter in names for members in known for parameter in members):
         return ()
     return tuple(
         _name_group({**group, "params": members}, names)
@@ -203,7 +186,8 @@ def log_report(report: SplitReport) -> None:
         return
     _, *lines = report.lines()  # the first line states what was written: nothing
     for line in [f"loading {report.source} without a copy on a disk", *lines]:
-        _logger.info("%s", line)
+        if not line.startswith("warning"):  # which follow
+            _logger.info("%s", line)
     for warning in report.warnings:
         _logger.warning("%s", warning)
 
@@ -231,7 +215,7 @@ def create_names(files: OnDemandFiles) -> Iterator[Path]:
         yield Path(folder)
 
 
-def _plan(source: formats.Paths, options: SplitOptions, live: LiveTarget) -> _Planned:
+def _plan(source: formats.Paths, options: SplitOptions, live: LiveTarget) -> PlannedFiles:
     shapes = live.shapes
 
     def plan(manifest: Manifest, _: Path) -> Job[SplitReport]:
@@ -248,7 +232,7 @@ def _plan(source: formats.Paths, options: SplitOptions, live: LiveTarget) -> _Pl
     train = job.manifest.train
     counters = {name: getattr(train, name) for name in ("step", "skipped_steps", "samples")}
     files, tied = dict(job.manifest.files), dict(job.manifest.tied)
-    return _Planned(needed, files, skeleton, job.report, counters, tied)
+    return PlannedFiles(needed, files, skeleton, job.report, counters, tied)
 
 
 def compute_on_first_rank(compute: Callable[[], _T]) -> _T:
@@ -297,6 +281,6 @@ def raise_on_all_ranks(error: ReshardError | None) -> None:
     if dist.is_initialized() and dist.get_world_size() > 1:
         errors: list[ReshardError | None] = [None] * dist.get_world_size()
         dist.all_gather_object(errors, error)
-        error = next((each for each in errors if each is not None), None)
+        error = next((failure for failure in errors if failure is not None), None)
     if error is not None:
         raise error

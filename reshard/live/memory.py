@@ -25,9 +25,9 @@ from torch.distributed._shard.sharded_tensor.api import ShardedTensor
 from torch.distributed.tensor import DTensor
 
 from reshard.core.box import Box, Index, run_boxes, whole
-from reshard.core.keys import WITHOUT_DDP, strip_wrappers
 from reshard.core.manifest import MASTER, PARAM
 from reshard.live.comparison import Loaded, LoadedBlock, NotCompared, WithoutState
+from reshard.live.names import get_live_name
 from reshard.state_dict.optimizers import nested_slots
 
 _STEP = "step"
@@ -36,12 +36,7 @@ _AVAILABLE = "AVAILABLE"  # DeepSpeed's states of a parameter and of its partiti
 
 @dataclass(frozen=True, slots=True)
 class _FlatRun:
-    """Elements of a parameter that follow one another in a flat tensor.
-
-    Args:
-        start: the first element in the parameter.
-        offset: the same element in the flat tensor.
-    """
+    """Elements of a parameter from ``start`` on, which are at ``offset`` of a flat tensor."""
 
     fqn: str
     shape: Index
@@ -74,20 +69,16 @@ def _select_slots(state: Mapping[str, Any]) -> dict[str, Tensor]:
     return {name: value for name, value in flat.items() if torch.is_tensor(value) and name != _STEP}
 
 
-def _remove_wrappers(name: str) -> str:
-    return strip_wrappers([name], WITHOUT_DDP)[name]
-
-
 # torch
 
 
 def iterate_model(model: nn.Module) -> Iterator[Loaded]:
     """Yield this rank's part of each parameter of a model."""
     units = list(_iterate_units(model))
-    flat = {id(each) for unit in units for each in unit.list_parameters()}
+    flat = {id(parameter) for unit in units for parameter in unit.list_parameters()}
     for name, parameter in model.named_parameters():
         if id(parameter) not in flat:
-            yield from _locate(_remove_wrappers(name), PARAM, parameter)
+            yield from _locate(get_live_name(name), PARAM, parameter)
     for unit in units:
         for _, run in unit.list_members():
             yield from run.cut(PARAM, unit.flat)
@@ -95,14 +86,18 @@ def iterate_model(model: nn.Module) -> Iterator[Loaded]:
 
 def iterate_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer) -> Iterator[Loaded]:
     """Yield this rank's part of each slot of the parameters of a model."""
-    names = {each: _remove_wrappers(name) for name, each in model.named_parameters()}
+    names = {parameter: get_live_name(name) for name, parameter in model.named_parameters()}
     runs: dict[Any, list[_FlatRun]] = {}
     for unit in _iterate_units(model):
         members = unit.list_members()
         runs[unit.flat] = [run for _, run in members]
         # With ``use_orig_params``, the state of a member has its run alone.
-        runs.update((each, [run.move_to(0)]) for each, run in members if each is not None)
-    for parameter in (each for group in optimizer.param_groups for each in group["params"]):
+        runs.update(
+            (parameter, [run.move_to(0)]) for parameter, run in members if parameter is not None
+        )
+    for parameter in (
+        parameter for group in optimizer.param_groups for parameter in group["params"]
+    ):
         state = optimizer.state.get(parameter, {})
         if parameter in runs:
             for run in runs[parameter]:
@@ -127,7 +122,6 @@ def iterate_state_dict(tensors: Mapping[str, Any]) -> Iterator[Loaded]:
 
 
 def _locate(fqn: str, kind: str, tensor: Any) -> Iterator[Loaded]:
-    """Yield a rank's part of a tensor: the blocks of a DTensor, or all."""
     shape = tuple(tensor.size())
     if isinstance(tensor, DTensor):
         local = tensor.to_local()
@@ -149,8 +143,6 @@ def _locate(fqn: str, kind: str, tensor: Any) -> Iterator[Loaded]:
 
 @dataclass(frozen=True, slots=True)
 class _FlattenedModule:
-    """A module whose parameters FSDP 1 has flattened."""
-
     prefix: str
     flat: Any
 
@@ -167,7 +159,7 @@ class _FlattenedModule:
             (
                 parameter,
                 _FlatRun(
-                    _remove_wrappers(f"{self.prefix}.{fqn}" if self.prefix else fqn),
+                    get_live_name(f"{self.prefix}.{fqn}" if self.prefix else fqn),
                     tuple(shape),
                     info.intra_param_start_idx,
                     info.offset_in_shard,
@@ -202,12 +194,7 @@ def iterate_engine(
     if engine.mp_world_size > 1:
         yield NotCompared("parameters", "model-parallel ranks may have parts of them")
         return
-    from reshard.formats.deepspeed.experts.layout import parse_expert_name
-
     fqns = _name_parameters(engine.module)
-    cut = {p for p, fqn in fqns.items() if _is_expert(p) and parse_expert_name(fqn) is None}
-    for parameter in cut:
-        yield NotCompared(fqns.pop(parameter), "it has the experts of one rank")
     for parameter, fqn in fqns.items() if has_weights else ():
         if hasattr(parameter, "ds_tensor"):
             yield from _cut_partition(fqn, parameter)
@@ -228,14 +215,10 @@ def iterate_engine(
             yield NotCompared("masters and slots", "they are in swap files")
 
 
-def _is_expert(parameter: Any) -> bool:
-    return not getattr(parameter, "allreduce", True)  # DeepSpeed 0.19.8 ``moe/utils.py``
-
-
 def _name_parameters(module: nn.Module) -> dict[Any, str]:
     from reshard.formats.deepspeed.experts.layout import parse_expert_name
 
-    named: dict[Any, str] = {p: _remove_wrappers(name) for name, p in module.named_parameters()}
+    named: dict[Any, str] = {p: get_live_name(name) for name, p in module.named_parameters()}
     experts = {p: own for p, fqn in named.items() if (own := parse_expert_name(fqn)) is not None}
     counts = Counter(layer for layer, _ in {(own.layer, own.number) for own in experts.values()})
     for parameter, own in experts.items():
@@ -247,7 +230,6 @@ def _name_parameters(module: nn.Module) -> dict[Any, str]:
 
 
 def _cut_partition(fqn: str, parameter: Any) -> Iterator[Loaded]:
-    """Yield a rank's part of a parameter of stage 3."""
     partition, shape = parameter.ds_tensor, tuple(parameter.ds_shape)
     if partition.status.name == _AVAILABLE:
         yield from _place_partition(fqn, parameter, 0).cut(PARAM, partition)
@@ -272,7 +254,6 @@ def _is_swapped(optimizer: Any, number: int | None = None) -> bool:
 
 
 def _iterate_flat(optimizer: Any, fqns: Mapping[Any, str]) -> Iterator[tuple[Any, _FlatRun]]:
-    """Yield the flat masters of an engine's optimizer with each run that a rank has in them."""
     if hasattr(optimizer, "grad_position"):  # stage 3
         for parameter, fqn in fqns.items():
             place = optimizer.grad_position.get(getattr(parameter, "ds_id", None))
@@ -294,11 +275,8 @@ def _iterate_flat(optimizer: Any, fqns: Mapping[Any, str]) -> Iterator[tuple[Any
 
 
 def _iterate_partitions(optimizer: Any, fqns: Mapping[Any, str]) -> Iterator[tuple[Any, _FlatRun]]:
-    """Yield the flat partitions of stages 1 and 2 with each run that a rank has in them.
-
-    Each parameter is a view of its group's flat tensor, which has the order of the partitions.
-    DeepSpeed's own ``_hp_mapping`` has another one under ``round_robin_gradients``.
-    """
+    # Each parameter is a view of its group's flat tensor, which has the order of the partitions.
+    # DeepSpeed's own ``_hp_mapping`` has another one under ``round_robin_gradients``.
     names = ("bf16_groups", "bf16_groups_flat", "fp32_groups_flat_partition")  # BF16_Optimizer
     if hasattr(optimizer, "single_partition_of_fp32_groups"):
         names = ("bit16_groups", "bit16_groups_flat", "single_partition_of_fp32_groups")
@@ -316,7 +294,6 @@ def _iterate_partitions(optimizer: Any, fqns: Mapping[Any, str]) -> Iterator[tup
 
 
 def _iterate_whole(optimizer: Any, fqns: Mapping[Any, str]) -> Iterator[tuple[Any, Any]]:
-    """Yield the masters that have the form of their parameters, and these; they may be one."""
     pairs: Iterable[tuple[Any, Any]] = ()
     if hasattr(optimizer, "fp32_groups"):  # FP16_UnfusedOptimizer
         pairs = zip(chain(*optimizer.fp32_groups), chain(*optimizer.fp16_groups), strict=True)

@@ -29,6 +29,11 @@ class Prefix:
         return f"names {'gain' if self.is_added else 'lose'} the prefix {self.text!r}"
 
 
+def get_live_name(name: str) -> str:
+    """Return the name of a parameter in a live model; DDP's ``module`` is a part of it."""
+    return strip_wrappers([name], WITHOUT_DDP)[name]  # which does not depend on other names
+
+
 def use_live_names(
     manifest: Manifest, parameters: Collection[str], buffers: Collection[str]
 ) -> tuple[Manifest, Prefix | None]:
@@ -49,10 +54,7 @@ def fits_live_names(manifest: Manifest, parameters: Collection[str]) -> bool:
 
 
 def _change_prefix(manifest: Manifest, fqns: Collection[str]) -> tuple[Manifest, Prefix | None]:
-    """Return a state with the prefix that the names of a live model have, and the prefix.
-
-    DDP does not wrap the live model, so that a ``module`` in its names is a part of it.
-    """
+    """DDP does not wrap the live model, so that a ``module`` in its names is a part of it."""
     live = set(strip_wrappers(fqns, WITHOUT_DDP).values())
     if not live:
         return manifest, None
@@ -93,7 +95,6 @@ def _find_prefix(stored: Collection[str], live: set[str]) -> Prefix | None:
 
 
 def _iterate_candidates(stored: Collection[str], name: str) -> Iterator[Prefix]:
-    """Yield the prefixes that make a stored name the given one, short ones first."""
     added = {name[: -len(fqn)] for fqn in stored if name.endswith(f".{fqn}")}
     removed = {fqn[: -len(name)] for fqn in stored if fqn.endswith(f".{name}")}
     for text in sorted(added, key=len):

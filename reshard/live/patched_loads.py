@@ -72,8 +72,6 @@ def patch_loads(files: OnDemandFiles, folder: Path, load: Load = load_checked) -
 
 
 class _Finder:
-    """Finds the name of a file in a directory by the path that a library passes."""
-
     def __init__(self, files: OnDemandFiles, folder: Path, load: Load) -> None:
         self.files = files
         self.load = load
@@ -152,6 +150,6 @@ def open_directory(
     """
     options = SplitOptions(**read_options(given, decided))
     with open_live_files(source, options, target, workers=workers) as live:
-        log_report(live.report)
+        log_report(live.planned.report)
         with create_names(live.files) as folder, patch_loads(live.files, folder):
             yield folder, live

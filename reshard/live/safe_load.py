@@ -39,14 +39,12 @@ def load_safely(file: IO[bytes], name: str, map_location: Any = None) -> Any:
 
 
 def _find_reason(error: pickle.UnpicklingError) -> str:
-    """Return the sentence of torch's message that names the class; other lines are general."""
     text = str(error)
     _, is_found, reason = text.partition("WeightsUnpickler error: ")
     return (reason if is_found else text).splitlines()[0].partition(". Please use")[0]
 
 
 def _list_safe_globals() -> list[Any]:
-    """Return classes and functions of training states, none of which runs code."""
     import numpy as np
 
     dtypes = ("bool", "uint8", "uint32", "uint64", "int32", "int64", "float32", "float64")

@@ -71,7 +71,6 @@ def patch_swap_loading(
 
 
 def _fill(optimizer: Any, state: Mapping[str, Any], *, has_states: bool) -> None:
-    """Load masters and optimizer state of all sub-groups, and update the 16-bit partitions."""
     inner = optimizer.optimizer
     if has_states:
         optimizer._set_fp32_optimizer_param_groups()  # noqa: SLF001 - no public names, here and below
@@ -93,7 +92,6 @@ def _fill(optimizer: Any, state: Mapping[str, Any], *, has_states: bool) -> None
 
 
 def _read_slots(slots: dict[str, Any], device: Any) -> None:
-    """Replace the tensors of one parameter's state that are not read yet."""
     for name, value in slots.items():
         if isinstance(value, UnreadTensor):
             slots[name] = value.read().to(device)
@@ -135,10 +133,10 @@ def _replace(value: Any, file: IO[bytes]) -> Any:
     if isinstance(value, FakeTensor):
         return _make_unread(value, file)
     if isinstance(value, dict):
-        for key, each in value.items():
-            value[key] = _replace(each, file)
+        for key, item in value.items():
+            value[key] = _replace(item, file)
     elif isinstance(value, (list, tuple)):
-        return type(value)([_replace(each, file) for each in value])
+        return type(value)([_replace(item, file) for item in value])
     return value
 
 

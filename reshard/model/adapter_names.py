@@ -8,9 +8,10 @@ not. Source of both forms: PEFT 0.21 ``utils/save_and_load.py`` (get_peft_model_
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from itertools import chain
 from typing import Any, NamedTuple
 
-from reshard.units import counted, some
+from reshard.units import abridge, counted
 
 ROOT = "base_model.model."  # prefix of the adapted model in a PeftModel
 VERL = "lora_adapter"  # the folder of verl's copy of the adapter that its files of ranks have
@@ -54,7 +55,7 @@ tensors of a group or none.
 """
 SHARED = ("vera_A", "vera_B")  # buffers of all layers, which PEFT saves once
 TRAINED = tuple(
-    dict.fromkeys(role for method in METHODS.values() for each in method for role in each)
+    dict.fromkeys(role for method in METHODS.values() for group in method for role in group)
 )
 NOT_OF_PEFT = "have the names of LitGPT and loralib, which PEFT does not load"
 MERGE_LORALIB = "merge the adapter with the library that trained it first (litgpt merge_lora DIR)"
@@ -156,7 +157,7 @@ def name_in_model(saved: str, adapter: str, modules: Sequence[str] = ()) -> str:
     if part is None:
         path = saved.split(".")
         layers = (".".join(path[:at]) for at in range(1, len(path)))
-        layer = next((each for each in layers if each.endswith(tuple(modules))), None)
+        layer = next((layer for layer in layers if layer.endswith(tuple(modules))), None)
         if layer is None or ".base_layer." in saved:
             return saved
         return f"{layer}.{SAVED_MODULE}.{adapter}{saved.removeprefix(layer)}"
@@ -168,6 +169,27 @@ def name_in_model(saved: str, adapter: str, modules: Sequence[str] = ()) -> str:
     # Since PEFT 0.10, a magnitude is a module.
     tail = ".weight" if part.role == MAGNITUDE else part.saved_as.removeprefix(head)
     return f"{head}.{adapter}{tail}"
+
+
+def rename_from_diffusers(saved: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the tensors of diffusers' file of LoRA weights with their names in the model.
+
+    The component of the pipeline (``unet``) stays in the names if there are several. Source:
+    diffusers 0.42 ``loaders/lora_base.py`` (``pack_weights``), ``utils/state_dict_utils.py``.
+
+    >>> rename_from_diffusers({"unet.to_q.lora.down.weight": 0})
+    {'to_q.lora_A.default.weight': 0}
+    """
+    components = {name.partition(".")[0] for name in saved}
+    prefix = f"{components.pop()}." if len(components) == 1 else ""
+    roles = {".lora.down.": ".lora_A.", ".lora.up.": ".lora_B."}
+    renamed = {}
+    for name, value in saved.items():
+        own = name.removeprefix(prefix)
+        for role, of_peft in roles.items():
+            own = own.replace(role, of_peft)
+        renamed[strip_root(name_in_model(own, DEFAULT))] = value
+    return renamed
 
 
 def find_trained_names(saved: Iterable[str], trained: Iterable[str]) -> dict[str, str]:
@@ -210,13 +232,13 @@ def explain_separate(fqns: Sequence[str], source: str, output: str) -> list[str]
     'this is an adapter alone, 1 adapter tensor without the model that it adapts'
     """
     parts = find_parts(fqns)
-    own = [each for each in parts if each.role in TRAINED]
+    own = [part for part in parts if part.role in TRAINED]
     if not own:
         return []
     if is_of_loralib(own):
         count = counted(len(own), "LoRA tensor")
-        return [f"{count} ({some([each.fqn for each in own])}) {NOT_OF_PEFT}: {MERGE_LORALIB}"]
-    adapters = list(dict.fromkeys(each.adapter or DEFAULT for each in parts))
+        return [f"{count} ({abridge([part.fqn for part in own])}) {NOT_OF_PEFT}: {MERGE_LORALIB}"]
+    adapters = list(dict.fromkeys(part.adapter or DEFAULT for part in parts))
     kind = "LoRA tensor" if find_methods(own) == [LORA] else "adapter tensor"
     if len(parts) == len(fqns):
         command = f"reshard merge {source} {output}"
@@ -227,7 +249,7 @@ def explain_separate(fqns: Sequence[str], source: str, output: str) -> list[str]
         )
         return [text]
     text = (
-        f"{counted(len(own), kind)} ({some([each.fqn for each in own])}) written under"
+        f"{counted(len(own), kind)} ({abridge([part.fqn for part in own])}) written under"
         " PEFT's names, not added to the adapted weights. Pass --merge-lora BASE to add an adapter"
         f" to its base model, or --adapter {' or '.join(adapters)} to write one for"
         " PeftModel.from_pretrained"
@@ -245,8 +267,8 @@ def is_of_loralib(parts: Sequence[AdapterPart]) -> bool:
     >>> is_of_loralib(find_parts(["h.attn.lora_A.weight", "h.attn.lora_B.weight"]))
     False
     """
-    matrices = [each for each in parts if each.role in METHODS[LORA][0]]
-    are_parameters = all(each.fqn.endswith(f".{each.role}") for each in matrices)
+    matrices = [part for part in parts if part.role in METHODS[LORA][0]]
+    are_parameters = all(matrix.fqn.endswith(f".{matrix.role}") for matrix in matrices)
     return bool(matrices) and are_parameters and find_methods(parts) == [LORA]
 
 
@@ -256,19 +278,14 @@ def find_methods(parts: Iterable[AdapterPart]) -> list[str]:
     If the tensors are complete for some of these methods, the others are left out: AdaLoRA needs
     singular values, which LoRA does not have.
     """
-    roles = {each.role for each in parts} & {*TRAINED}
-    fitting = [name for name in METHODS if roles <= {*_list_roles(name)}]
+    roles = {part.role for part in parts} & {*TRAINED}
+    fitting = [name for name in METHODS if roles <= {*chain.from_iterable(METHODS[name])}]
     complete = [
         name
         for name in fitting
         if all(roles.isdisjoint(group) or roles >= {*group} for group in METHODS[name])
     ]
     return complete or fitting
-
-
-def _list_roles(method: str) -> list[str]:
-    """Return the roles of the tensors that a PEFT method adds to a layer, in the layer's order."""
-    return [role for group in METHODS[method] for role in group]
 
 
 def find_unknown(fqns: Iterable[str]) -> list[str]:
@@ -318,7 +335,7 @@ def choose_saved(
         parts: the parts among them (`find_parts`).
         name: the adapter's name; empty if the source is PEFT's own file, which is saved whole.
     """
-    by_name = {each.fqn: each for each in parts}
+    by_name = {part.fqn: part for part in parts}
     if not name:
         return {fqn: by_name[fqn].saved_as if fqn in by_name else add_root(fqn) for fqn in fqns}
     is_saved = _build_base_filter(by_name.values(), config)
@@ -337,13 +354,13 @@ def choose_saved(
 def _build_base_filter(
     parts: Iterable[AdapterPart], config: Mapping[str, Any]
 ) -> Callable[[str], bool]:
-    layers = {each.layer for each in parts if each.role in TRAINED}
+    layers = {part.layer for part in parts if part.role in TRAINED}
     targets, bias = config.get("target_modules"), config.get("bias") or "none"
     embeds = isinstance(targets, str) or not set(EMBEDDINGS).isdisjoint(targets or ())
     if config.get("trainable_token_indices") is not None:
         embeds = False
-    embeddings = [each for each in layers if embeds and each.rpartition(".")[2] in EMBEDDINGS]
-    prefixes = tuple(f"{each}.base_layer." for each in embeddings)
+    embeddings = [layer for layer in layers if embeds and layer.rpartition(".")[2] in EMBEDDINGS]
+    prefixes = tuple(f"{embedding}.base_layer." for embedding in embeddings)
 
     def is_saved(fqn: str) -> bool:
         owner = fqn.removesuffix(".base_layer.bias")

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from reshard.core.counts import check_config
 from reshard.errors import CorruptError, ReshardError, UsageError
+from reshard.system import optional
 from reshard.system.files import read_small_file
 from reshard.system.paths import as_path
 
@@ -31,11 +32,7 @@ _DRAWS = frozenset(
 
 
 def build(model: str) -> nn.Module:
-    """Build the module that a user names: a config, its directory or ``module:factory``.
-
-    Raises:
-        UsageError: the model does not exist, or its construction fails.
-    """
+    """Build the module that a user names: a config, its directory or ``module:factory``."""
     refuse_missing(model)
     if as_path(model).exists():
         return _build_from_file(as_path(model))
@@ -61,9 +58,6 @@ def list_modules(model: str) -> tuple[list[str], frozenset[str]]:
 
     The layer that computes the output is left out, as PEFT's ``all-linear`` does (PEFT 0.21
     ``tuners/tuners_utils.py``, _maybe_include_all_linear_layers).
-
-    Raises:
-        UsageError: as `build`.
     """
     from torch import nn
 
@@ -87,7 +81,6 @@ def build_configured(config: Mapping[str, Any], source: str) -> nn.Module:
 
 
 def _build_from_file(path: Path) -> nn.Module:
-    """Build the transformers model of a ``config.json`` or of its directory."""
     import transformers
 
     file = path / "config.json" if path.is_dir() else path
@@ -96,7 +89,10 @@ def _build_from_file(path: Path) -> nn.Module:
             path, "contains no config.json", "pass a transformers config.json or module:factory"
         )
     try:
-        check_config(file, json.loads(read_small_file(file)))
+        stated = json.loads(read_small_file(file))
+        check_config(file, stated)
+        if "_diffusers_version" in stated:
+            return _build_of_diffusers(stated, file)
         config = transformers.AutoConfig.from_pretrained(file, local_files_only=True, **_OPTIONS)
     except CorruptError as error:
         raise UsageError(file, error.problem, _REMEDY) from error
@@ -109,52 +105,65 @@ def _build_from_file(path: Path) -> nn.Module:
     return _build_from_config(config, file)
 
 
-def _decode_floats(value: Any) -> Any:
-    """Return a config's values with the infinities that transformers writes as ``__float__``.
+def _build_of_diffusers(config: dict[str, Any], file: Path) -> nn.Module:
+    optional.require("diffusers", f"building the model of {file}")
+    import diffusers
 
-    Source: transformers 5.23 ``configuration_utils.py`` (``_encode_special_floats``).
-    """
+    cls: Any = getattr(diffusers, str(config.get("_class_name")), None)
+    is_model = isinstance(cls, type) and issubclass(cls, diffusers.ModelMixin)
+    if not is_model:
+        problem = f"diffusers {diffusers.__version__} has no model {config.get('_class_name')}"
+        raise UsageError(file, problem, _REMEDY)
+    with _naming_failure(file), _without_values():
+        built: nn.Module = cls.from_config(config)
+    return built
+
+
+def _decode_floats(value: Any) -> Any:
+    # transformers writes infinities as ``__float__`` (5.23 ``configuration_utils.py``,
+    # ``_encode_special_floats``).
     if isinstance(value, Mapping):
         if value.keys() == {"__float__"}:
             return float(value["__float__"])
-        return {key: _decode_floats(each) for key, each in value.items()}
-    return [_decode_floats(each) for each in value] if isinstance(value, list) else value
+        return {key: _decode_floats(item) for key, item in value.items()}
+    return [_decode_floats(item) for item in value] if isinstance(value, list) else value
 
 
 def _build_from_config(config: Any, source: Path | str) -> nn.Module:
-    """Build a model on the meta device: of the class that the config names, else a causal LM."""
     import transformers
 
     cls = _find_model_class(transformers, config)
     autos: list[Any] = [transformers.AutoModelForCausalLM, transformers.AutoModel]
     built: nn.Module
-    try:
-        with _without_values():
-            if cls is not None:
-                built = cls(config)
+    with _naming_failure(source), _without_values():
+        if cls is not None:
+            built = cls(config)
+            return built
+        for auto in autos:
+            if type(config) in auto._model_mapping:  # noqa: SLF001 - as from_config checks it
+                built = auto.from_config(config, **_OPTIONS)
                 return built
-            for auto in autos:
-                if type(config) in auto._model_mapping:  # noqa: SLF001 - as from_config checks it
-                    built = auto.from_config(config, **_OPTIONS)
-                    return built
-    except ModuleNotFoundError:
-        raise
-    # Model code of transformers runs here, and can raise anything.
-    except Exception as error:
-        raise UsageError(
-            source, f"constructing the model fails: {_summarize(error)}", _REMEDY
-        ) from error
     raise UsageError(
         source, f"transformers has no model class for a {type(config).__name__}", _REMEDY
     )
 
 
-def _find_model_class(transformers: Any, config: Any) -> Any:
-    """Return the transformers class of the first architecture, or None if there is none.
+@contextmanager
+def _naming_failure(source: Path | str) -> Iterator[None]:
+    # A library's model code runs in the block, and can raise errors of any class.
+    try:
+        yield
+    except ModuleNotFoundError:
+        raise
+    except Exception as error:
+        raise UsageError(
+            source, f"constructing the model fails: {_summarize(error)}", _REMEDY
+        ) from error
 
-    Some parts of models are classes that the package does not export, with configs that it does:
-    they are in the module beside the config's.
-    """
+
+def _find_model_class(transformers: Any, config: Any) -> Any:
+    # Some parts of models are classes that the package does not export, with configs that it does:
+    # they are in the module beside the config's.
     names = config.architectures
     name = names[0] if isinstance(names, list) and names else None
     if not isinstance(name, str) or not name.isidentifier():
@@ -217,11 +226,8 @@ def _build_from_factory(spec: str) -> nn.Module:
 
 @contextmanager
 def _without_values() -> Iterator[None]:
-    """Create tensors on the meta device, and skip their initialization.
-
-    On that device torch draws initial values by code that imports its compiler, which takes
-    seconds.
-    """
+    # On the meta device torch draws initial values by code that imports its compiler, which takes
+    # seconds.
     import torch
     from torch.overrides import TorchFunctionMode
 
@@ -252,4 +258,5 @@ def _working_directory_importable() -> Iterator[None]:
 
 def _summarize(error: BaseException) -> str:
     lines = str(error).strip().splitlines() or [""]
-    return f"{type(error).__name__}: {lines[0]}"
+    shown = lines[:2] if lines[0].endswith(":") else lines[:1]
+    return f"{type(error).__name__}: {' '.join(map(str.strip, shown))}"

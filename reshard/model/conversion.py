@@ -75,11 +75,6 @@ class FormConversion:
         """Return a training state in the form after the conversion.
 
         Every weight of the manifest must be in `before`; weights may be missing.
-
-        Raises:
-            IncompleteError: a part of a tensor is missing.
-            UsageError, CorruptError: parts of one tensor differ in dtype or training state.
-            UnsupportedError: a tensor has another shape than in the model, and is not only renamed.
         """
         entries = index_entries(self._convert(manifest, manifest.entries.values()))
         copies = self._convert(manifest, manifest.tied_copies)
@@ -96,7 +91,6 @@ class FormConversion:
                     yield self._build(manifest.origin.path, name, traced, finders)
 
     def _build(self, where: str, name: str, traced: Traced, finders: _Finders) -> Entry:
-        """Return one new entry, which is an old one or made of several."""
         found = finders.entries
         if len(traced.pieces) == 1 and not traced.pieces[0].views:
             return replace(found[traced.pieces[0].fqn], fqn=name)
@@ -135,7 +129,7 @@ class FormConversion:
         raise UnsupportedError(
             entry.fqn,
             f"its {entry.kind} {problem}, so how it is cut or joined is not known",
-            "write only the weights: --weights-only",
+            "write only the weights: reshard merge SOURCE DIRECTORY",
         )
 
     def prove(self) -> None:
@@ -198,7 +192,6 @@ class _Finders:
         self._finders: dict[str, _RowFinder] = {}
 
     def find(self, piece: TensorPart) -> Iterable[Chunk]:
-        """Return the chunks that can overlap a piece; a few may not."""
         first = piece.views[0] if piece.views else None
         if not isinstance(first, Take) or not first.shape:
             return self.entries[piece.fqn].chunks

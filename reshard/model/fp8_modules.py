@@ -1,7 +1,7 @@
-"""Which weights of a model transformers quantises to fp8 in blocks: its rule, without values.
+"""Choose the weights that transformers quantises to fp8 blocks, by its own rule.
 
-Every linear layer, and the experts. Not the output layer, tied weights, the last module and what
-the model's class keeps in fp32; routers and embeddings are no linear layers.
+It quantises every linear layer and the experts, but not the output layer, tied weights, the last
+module and what the model's class keeps in fp32; routers and embeddings are no linear layers.
 
 Source: transformers 5.24 ``quantizers/base.py`` (``get_modules_to_not_convert``),
 ``integrations/finegrained_fp8.py`` (``replace_with_fp8_linear``; ``Fp8Quantize`` leaves out

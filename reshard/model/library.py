@@ -79,7 +79,7 @@ def may_lack_weights(config: Mapping[str, Any], names: Collection[str]) -> bool:
     stored = {path for words in inside for path in _list_paths(words)}
     kinds = (_list_layers(model_type) for model_type in _list_model_types(config))
     # A file of a model type may have layers of other parts (audio), so one kind must be complete.
-    return any(each and not any(parts <= stored for parts in each) for each in kinds)
+    return any(kind and not any(parts <= stored for parts in kind) for kind in kinds)
 
 
 def _states_experts(config: Mapping[str, Any]) -> bool:
@@ -129,6 +129,18 @@ def _list_parts(classes: Mapping[str, str], kind: str) -> set[str]:
     return paths
 
 
+def may_be_inside(config: Mapping[str, Any], names: Iterable[str]) -> bool:
+    """Return whether a model may be only a part of what is stored (TRL's ``v_head`` beside it).
+
+    Args:
+        config: content of the model's ``config.json``.
+        names: the tensors that are stored.
+    """
+    sources = [words for words in _read_models(config) if words is not None]
+    firsts = {name.partition(".")[0] for name in names}
+    return bool(sources) and not firsts <= _read_heads().union(*sources)
+
+
 def may_be_tied(config: Mapping[str, Any], names: Iterable[str]) -> bool:
     """Return whether a stored tensor may be an alias that transformers leaves out of files.
 
@@ -161,7 +173,6 @@ def _find_package() -> Path | None:
 
 @cache
 def _read_mapping_keys() -> frozenset[str]:
-    """Return the model types and class names that transformers converts; empty before version 5."""
     package = _find_package()
     path = package / "conversion_mapping.py" if package else None
     if path is None or not path.is_file():
@@ -186,15 +197,21 @@ def _list_classes(config: Mapping[str, Any]) -> list[str]:
 
 
 def _read_models(config: Mapping[str, Any]) -> Iterator[frozenset[str] | None]:
-    """Yield the names in the source of each model in a config; None if a source is not found."""
     for model_type in _list_model_types(config):
         text = _read_modeling(model_type)
         yield None if text is None else frozenset(_WORD.findall(text))
 
 
 @cache
+def _read_heads() -> frozenset[str]:
+    # Model types share heads: ``score`` is in GenericForSequenceClassification (transformers 5).
+    package = _find_package()
+    path = package and package / "modeling_layers.py"
+    return frozenset(_WORD.findall(path.read_text("utf-8")) if path and path.is_file() else ())
+
+
+@cache
 def _read_modeling(model_type: str) -> str | None:
-    """Return the source of a model type; a text model may be in the folder of its whole model."""
     package = _find_package()
     if package is None or not re.fullmatch(r"[\w-]+", model_type):
         return None

@@ -11,7 +11,7 @@ from reshard.core.dtypes import DType
 from reshard.core.manifest import BUFFER, PARAM, Entry, Manifest
 from reshard.errors import IncompleteError, UnsupportedError, UsageError
 from reshard.model.shapes import ModelShapes
-from reshard.units import counted, some
+from reshard.units import abridge, counted
 
 _NUMBER = re.compile(r"\b\d+\.")
 
@@ -74,11 +74,6 @@ def order_by_model(manifest: Manifest, model: ModelShapes) -> Manifest:
 
 
 def _check_weights(stored: Mapping[str, Index], model: ModelShapes) -> None:
-    """Check that weights are all weights of a model, by their names and shapes.
-
-    Args:
-        stored: the shape of each stored weight, under any name of a tied one.
-    """
     expected = {**model.parameters, **model.buffers}
     refuse_other_shapes(stored, model)
     for fqn in stored:
@@ -90,7 +85,7 @@ def _check_weights(stored: Mapping[str, Index], model: ModelShapes) -> None:
         raise IncompleteError(
             model.source,
             f"the model has {counted(len(of_layers), 'tensor')} in its layers that no file"
-            f" contains: {some(of_layers)}",
+            f" contains: {abridge(of_layers)}",
             "take them from another model: reshard merge SOURCE WHOLE --fill-missing-from MODEL,"
             " and convert WHOLE",
         )
@@ -114,7 +109,6 @@ def list_missing_in_layers(
 
 
 def _get_stack(fqn: str) -> str | None:
-    """Return the prefix before the number of a layer; None if the name has no number."""
     match = _NUMBER.search(fqn)
     return fqn[: match.start()] if match else None
 

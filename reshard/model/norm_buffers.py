@@ -7,24 +7,14 @@ statistics registers ``running_mean``, ``running_var`` and ``num_batches_tracked
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Protocol
 
-from reshard.core.box import Index
-from reshard.core.dtypes import DType
+from reshard.core.manifest import Entry
 
 _COUNTER = "num_batches_tracked"
 _STATISTICS = ("running_mean", "running_var")
 
 
-class _Stored(Protocol):
-    @property
-    def dtype(self) -> DType: ...
-
-    @property
-    def shape(self) -> Index: ...
-
-
-def find_norm_buffers(weights: Mapping[str, _Stored]) -> set[str]:
+def find_norm_buffers(weights: Mapping[str, Entry]) -> set[str]:
     """Return the names of the buffers of batch norms: a 0-d counter beside two equal vectors."""
     found: set[str] = set()
     for fqn, weight in weights.items():

@@ -24,7 +24,7 @@ from reshard.model.build import build, build_configured
 from reshard.model.conversion import FormConversion, drop_empty_pieces
 from reshard.model.tracing import Traced, read_trace, start_trace
 from reshard.system.attributes import replace_attributes
-from reshard.units import some
+from reshard.units import abridge
 
 if TYPE_CHECKING:
     from torch import nn
@@ -77,14 +77,13 @@ class Published(NamedTuple):
             names = min(unknown.values(), key=len)
             raise UsageError(
                 conversion.model,
-                f"is another model: it does not have {some(sorted(names), 1)}",
+                f"is another model: it does not have {abridge(sorted(names), 1)}",
                 "pass the config of this model: --hf-dir DIR (merge) or --model DIR",
             )
         prefers_published = manifest.origin.weights_only and not conversion.changes_nothing
         return fitting[-1] if prefers_published else fitting[0]
 
     def _list_mtp(self, fqns: Iterable[str]) -> list[str]:
-        """Return those names of layers of multi-token prediction that the model does not have."""
         return self._list_matches(self.mtp_names, fqns)
 
     def list_ignored(self, fqns: Iterable[str]) -> list[str]:
@@ -147,13 +146,13 @@ class Published(NamedTuple):
             raise UnsupportedError(
                 self.conversion.model,
                 "does not have layers of multi-token prediction in memory, but the source has"
-                f" {some(beside, 1)}",
+                f" {abridge(beside, 1)}",
                 "keep the published names with --names hf, or the source's with --names source",
             )
         if ignored := {*self.list_ignored(stored)}:
             kept = [entry for entry in manifest.entries.values() if entry.fqn not in ignored]
             note = f"left out, as from_pretrained of {self.conversion.model} does: "
-            warnings = (*manifest.warnings, note + some(sorted(ignored)))
+            warnings = (*manifest.warnings, note + abridge(sorted(ignored)))
             manifest = replace(manifest.with_entries(kept), warnings=warnings)
         usual = {name: self.spellings[name] for name in stored if name in self.spellings}
         manifest = rename_some(manifest, usual) if usual else manifest
@@ -168,10 +167,6 @@ def describe_published(model: str | Mapping[str, Any]) -> Published | None:
 
     Args:
         model: the path of a config or of its directory, or the content of a config.
-
-    Raises:
-        UsageError: transformers cannot build the model.
-        UnsupportedError: its conversion is not a movement of whole elements.
     """
     from transformers import CONFIG_MAPPING
 
@@ -206,12 +201,8 @@ def trace_published(root: nn.Module, source: str) -> Published | None:
 
 
 def _match_mtp(root: Any) -> re.Pattern[str] | None:
-    """Return what matches the names of layers of multi-token prediction in a model's files.
-
-    They are numbered after the other layers, or ``mtp`` is before their names.
-
-    Source: transformers 5.23 ``modeling_layers.py`` (``MtpModel``).
-    """
+    # Layers of multi-token prediction are numbered after the other layers, or ``mtp`` is before
+    # their names (transformers 5.23 ``modeling_layers.py``, ``MtpModel``).
     # Of a text encoder and a decoder (MusicGen), the decoder predicts tokens.
     text = getattr(root.config, "get_text_config", lambda **_: root.config)(decoder=True)
     first, count = (getattr(text, name, None) for name in ("num_hidden_layers", "num_mtp_layers"))
@@ -223,17 +214,14 @@ def _match_mtp(root: Any) -> re.Pattern[str] | None:
 
 
 def _match_ignored(root: Any) -> re.Pattern[str] | None:
-    """Return what matches the names that ``from_pretrained`` leaves out without a warning.
-
-    Source: transformers 5.24 ``modeling_utils.py`` (``_adjust_missing_and_unexpected_keys``).
-    """
+    # Source: transformers 5.24 ``modeling_utils.py`` (``_adjust_missing_and_unexpected_keys``).
     patterns = [*(getattr(root, "_keys_to_ignore_on_load_unexpected", None) or ())]
     buffers = [name for name, _ in root.named_buffers()]
     if any(name.endswith("rotary_emb.inv_freq") for name in buffers):
         patterns.append(r"rotary_emb\.inv_freq")
     if any(name.endswith("position_ids") for name in buffers):
         patterns.append(r"(^|\.)position_ids$")
-    return re.compile("|".join(f"({each})" for each in patterns)) if patterns else None
+    return re.compile("|".join(f"({pattern})" for pattern in patterns)) if patterns else None
 
 
 def _revert(
@@ -261,11 +249,8 @@ def _revert(
 
 
 def _find_dropped_aliases(root: Any, state: Mapping[str, Any]) -> dict[str, str]:
-    """Return the names that files leave out, with the written name of the same weight.
-
-    transformers finds shared tensors by their storage, which a tensor on the meta device lacks, so
-    it decides on small tensors that are shared in the same way.
-    """
+    # transformers finds shared tensors by their storage, which a tensor on the meta device lacks,
+    # so it decides on small tensors that are shared in the same way.
     import torch
     from transformers.modeling_utils import remove_tied_weights_from_state_dict
 
@@ -287,12 +272,9 @@ def _find_dropped_aliases(root: Any, state: Mapping[str, Any]) -> dict[str, str]
 def _find_spellings(
     root: Any, state: Mapping[str, Any], conversion: FormConversion
 ) -> dict[str, str]:
-    """Return other names of the published tensors, by which transformers also loads them.
-
-    A model that was loaded from files with another prefix saves that prefix again. Files of a model
-    without its head lack the prefix of the base model. Former releases had other names of some
-    layers, which transformers lists as "legacy".
-    """
+    # A model that was loaded from files with another prefix saves that prefix again. Files of a
+    # model without its head lack the prefix of the base model. Former releases had other names of
+    # some layers, which transformers lists as "legacy".
     try:
         from transformers.conversion_mapping import get_model_conversion_mapping
         from transformers.core_model_loading import PrefixChange
@@ -304,7 +286,7 @@ def _find_spellings(
     spellings = {other: name for other, name in without.items() if other not in after}
     usual = get_model_conversion_mapping(root, add_legacy=False)
     legacy = get_model_conversion_mapping(root)[len(usual) :]
-    former = [[*usual, each] for each in legacy if _may_rename(each, after)]
+    former = [[*usual, transform] for transform in legacy if _may_rename(transform, after)]
     if any(isinstance(transform, PrefixChange) for transform in usual):
         former.append(usual)
     names = {traced.pieces: name for name, traced in after.items()}

@@ -126,20 +126,15 @@ def describe_module(
     from torch import nn
 
     units, owners, firsts = _find_units(root, policy, mixed_precision=mixed_precision)
-    tensors = _name_tensors(root, owners, firsts)
     source = f"{source} ({type(root).__name__})"
     is_converted, trace = _plan_trace(root, source)
-    return ModelShapes(
-        source=source,
-        parameters=tensors.parameters,
-        buffers=tensors.buffers,
-        tied=tensors.tied,
+    return replace(
+        _name_tensors(root, source, owners, firsts),
         units=units,
         tensor_plan=_collect_tensor_plans(root),
         embeddings=_collect_parameters_of(nn.Embedding, root),
         layer_norms=_collect_parameters_of(nn.LayerNorm, root),
-        frozen=frozenset(fqn for (_, each), fqn in firsts.items() if not each.requires_grad),
-        names=tuple(tensors.names),
+        frozen=frozenset(fqn for (_, first), fqn in firsts.items() if not first.requires_grad),
         is_converted=is_converted,
         trace=trace,
     )
@@ -166,50 +161,38 @@ def _find_units(
     return tuple(units), owners, firsts
 
 
-@dataclass(slots=True)
-class _NamedTensors:
-    """The tensors of a module by name; see `ModelShapes`."""
-
-    parameters: dict[str, Index] = field(default_factory=dict)
-    buffers: dict[str, Index] = field(default_factory=dict)
-    tied: dict[str, str] = field(default_factory=dict)
-    names: list[str] = field(default_factory=list)
-
-
-def _name_tensors(root: nn.Module, owners: _Owners, firsts: _Firsts) -> _NamedTensors:
-    """Return the tensors of a module under all of their names.
-
-    A file may have any name of a tied tensor.
-    """
-    result = _NamedTensors()
+def _name_tensors(root: nn.Module, source: str, owners: _Owners, firsts: _Firsts) -> ModelShapes:
+    # A file may have any name of a tied tensor.
+    parameters: dict[str, Index] = {}
+    buffers: dict[str, Index] = {}
+    tied: dict[str, str] = {}
+    names: list[str] = []
     saved: dict[Any, str] = {}
     for path, module in root.named_modules(remove_duplicate=False):
         for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
             fqn = _join(path, name)
-            result.names.append(fqn)
+            names.append(fqn)
             first = firsts[owners[module], parameter]
             if fqn == first:
                 # ZeRO 3 leaves an empty tensor in the module, with the full shape beside it.
                 shape = getattr(parameter, "ds_shape", parameter.shape)
-                result.parameters[fqn] = tuple(shape)
+                parameters[fqn] = tuple(shape)
             else:
-                result.tied[fqn] = first
+                tied[fqn] = first
         for name, buffer in module.named_buffers(recurse=False, remove_duplicate=False):
             if name in module._non_persistent_buffers_set:  # noqa: SLF001 - no public name
                 continue
             fqn = _join(path, name)
             if saved.setdefault(buffer, fqn) == fqn:
-                result.buffers[fqn] = tuple(buffer.shape)
+                buffers[fqn] = tuple(buffer.shape)
             else:
-                result.tied[fqn] = saved[buffer]
-    return result
+                tied[fqn] = saved[buffer]
+    return ModelShapes(source, parameters, buffers, tied, names=tuple(names))
 
 
 def _collect_tensor_plans(root: nn.Module) -> dict[str, str]:
-    """Return the plans of all models in the module; an outer model includes its parts' plans.
-
-    Source: transformers 5.23 ``distributed/mixin.py`` (``init_parallel_plans``).
-    """
+    # An outer model includes its parts' plans (transformers 5.23 ``distributed/mixin.py``,
+    # ``init_parallel_plans``).
     plans: dict[str, str] = {}
     for path, module in root.named_modules():
         plan = getattr(module, "tp_plan", None)
@@ -228,7 +211,6 @@ def _collect_parameters_of(module_class: type[nn.Module], root: nn.Module) -> fr
 
 
 def _plan_trace(root: nn.Module, source: str) -> tuple[bool, Callable[[], Published | None]]:
-    """Return whether a model may be converted, and a function that traces it on its first call."""
     transformers = sys.modules.get("transformers")  # a model of transformers has imported it
     if transformers is None or not isinstance(root, transformers.PreTrainedModel):
         return False, _find_nothing
@@ -240,7 +222,7 @@ def _plan_trace(root: nn.Module, source: str) -> tuple[bool, Callable[[], Publis
 
 
 def _find_owners(root: nn.Module, wrapped: set[nn.Module]) -> dict[nn.Module, nn.Module]:
-    """Return the unit of each module. FSDP1 wraps from the leaves up; the first unit keeps it."""
+    # FSDP1 wraps from the leaves up; the first unit keeps a module.
     owners: dict[nn.Module, nn.Module] = {}
     for unit in _post_order(root, {root}):
         if unit in wrapped or unit is root:
@@ -260,12 +242,9 @@ def _post_order(module: nn.Module, seen: set[nn.Module]) -> Iterator[nn.Module]:
 def _collect_members(
     unit: nn.Module, prefix: str, owners: Mapping[nn.Module, nn.Module]
 ) -> dict[nn.Parameter, str]:
-    """Return the parameters of one unit in flat order, each with its first name in the unit.
-
-    A parameter of two modules in two units is in both: with ``use_orig_params=False`` they are
-    trained as two from then on. With ``use_orig_params=True`` FSDP1 gives it to the first unit, and
-    no forward of the second succeeds.
-    """
+    # A parameter of two modules in two units is in both: with ``use_orig_params=False`` they are
+    # trained as two from then on. With ``use_orig_params=True`` FSDP1 gives it to the first unit,
+    # and no forward of the second succeeds.
     members: dict[nn.Parameter, str] = {}
     for path, module in unit.named_modules(remove_duplicate=False):
         if owners[module] is unit:

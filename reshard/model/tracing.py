@@ -244,19 +244,13 @@ def read_trace(tensor: Any) -> Traced:
 
 @cache
 def _tracer() -> Any:
-    """Return the class of traced tensors; torch is imported only when it is needed.
-
-    torch takes every operation apart into the few of its ATen library, which
-    ``__torch_dispatch__`` receives: ``chunk`` arrives as ``split``, ``flatten`` as ``view``.
-    """
+    # torch is imported only when it is needed. It takes every operation apart into the few of its
+    # ATen library, which ``__torch_dispatch__`` receives: ``chunk`` arrives as ``split``,
+    # ``flatten`` as ``view``.
     import torch
 
     class TracedTensor(torch.Tensor):
-        """A tensor without values, with a record of its pieces.
-
-        Its device is not "meta", where the numbers of an index would have no values either.
-        """
-
+        # Its device is not "meta", where the numbers of an index would have no values either.
         traced: Traced
 
         @staticmethod
@@ -285,7 +279,7 @@ def _tracer() -> Any:
         first = args[0][0] if isinstance(args[0], list | tuple) else args[0]
         result = operation(*values)
         if isinstance(result, list):
-            return [cls(each, first.dtype) for each in result]
+            return [cls(part, first.dtype) for part in result]
         return cls(result, first.dtype)
 
     return TracedTensor
@@ -293,5 +287,5 @@ def _tracer() -> Any:
 
 def _unwrap(value: Any) -> Any:
     if isinstance(value, list | tuple):
-        return [_unwrap(each) for each in value]
+        return [_unwrap(item) for item in value]
     return getattr(value, "traced", value)

@@ -36,7 +36,7 @@ def find_decays(
     >>> find_decays(["transformer.ln_f.weight"], None)  # whether it is an nn.LayerNorm is unknown
     """
     found = [_decays(fqn, model, names) for fqn in fqns]
-    return None if None in found else [bool(each) for each in found]
+    return None if None in found else [bool(decay) for decay in found]
 
 
 def find_no_divisions() -> tuple[Division, ...]:

@@ -100,7 +100,6 @@ def get_batch_norm() -> type[nn.Module]:
 
 
 def _resolve_classes(root: nn.Module, names: tuple[str, ...]) -> list[type[nn.Module]]:
-    """Return the class of each name: of the first module that has it, else a base class."""
     from torch import nn
 
     exact = [type(module) for module in root.modules()]
@@ -151,11 +150,7 @@ class _BySize:
         self._taken: set[nn.Module] = set()  # modules with own parameters in the units found
 
     def search(self, module: nn.Module) -> int:
-        """Find the modules to wrap among this one and those inside it.
-
-        Returns:
-            The number of elements that are now in units.
-        """
+        """Wrap modules among this one and those inside it; return the elements now in units."""
         from torch import nn
 
         if not self._taken.isdisjoint(module.modules()):

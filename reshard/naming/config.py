@@ -43,7 +43,6 @@ def describe_config(
 
 
 def _read_defaults(model_type: str) -> Mapping[str, Any]:
-    """Return the default config of a model's class in transformers; empty if it has none."""
     from transformers import CONFIG_MAPPING, AutoConfig
 
     if model_type not in CONFIG_MAPPING:  # a family of the user's file

@@ -36,6 +36,8 @@ class ModelNames(NamedTuple):
         table: name of the table of the format's own names, or another package's file of one.
         family: returns the model's family under the format's own names; None if the family follows
             from the traits.
+        describe_adapter: returns what a checkpoint states about its LoRA adapter, as PEFT's
+            configuration without the adapted layers; None if it states nothing.
         of_own_models: whether the names are those of the format's own models, which programs that
             load other layouts do not have.
     """
@@ -45,6 +47,7 @@ class ModelNames(NamedTuple):
     spelling: Callable[[Manifest], str | None] = _no_spelling
     table: str | Path = "megatron"
     family: Callable[[Traits], Family] | None = None
+    describe_adapter: Callable[[Manifest], dict[str, Any] | None] = _no_spelling
     of_own_models: bool = False
 
 

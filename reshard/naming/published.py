@@ -18,11 +18,11 @@ from reshard.core.box import Index
 from reshard.core.manifest import Manifest
 from reshard.errors import UnsupportedError, UsageError
 from reshard.model import library
-from reshard.model.adapter_names import find_saved_names
+from reshard.model.adapter_names import find_parts, find_saved_names
 from reshard.naming.options import Names
 from reshard.system import optional
 from reshard.training.companion_files import find_config, is_embedding
-from reshard.units import some
+from reshard.units import abridge
 
 if TYPE_CHECKING:
     from reshard.model.published import Published
@@ -53,10 +53,6 @@ class ModelConfig(NamedTuple):
         """Return the published form of the model that a manifest has the weights of.
 
         A config that does not name its class is that of the first class with these names.
-
-        Raises:
-            UsageError: transformers cannot build the model.
-            UnsupportedError: its conversion is not a movement of whole elements.
         """
         from reshard.model.published import describe_published
 
@@ -67,7 +63,6 @@ class ModelConfig(NamedTuple):
         return next(others, published)
 
     def _trace_classes(self) -> Iterator[Published]:
-        """Yield the published form of each class that transformers has for the model type."""
         from reshard.model.build import list_classes
         from reshard.model.published import describe_published
 
@@ -179,6 +174,8 @@ def _may_differ(manifest: Manifest, config: Mapping[str, Any]) -> bool:
     has_tokens = any(map(is_embedding, names))
     if has_tokens and library.may_lack_weights(config, names):
         return True
+    if has_tokens and not find_parts(names):
+        return library.may_be_inside(config, names)
     return "vocab_size" in config and not has_tokens and not find_saved_names(names)
 
 
@@ -213,13 +210,12 @@ def _leave_out_unsaved(manifest: Manifest, published: Published) -> tuple[Manife
     if not unsaved:
         return manifest, []
     kept = [entry for entry in manifest.entries.values() if entry.fqn not in published.unsaved]
-    listed = some(sorted({entry.fqn for entry in unsaved}))
+    listed = abridge(sorted({entry.fqn for entry in unsaved}))
     note = f"left out, as save_pretrained of {published.conversion.model} does: {listed}"
     return manifest.with_entries(kept), [note]
 
 
 def _keep_written_names(manifest: Manifest, aliases: Mapping[str, str]) -> Manifest:
-    """Return the state with every tied weight under the name that transformers writes."""
     stored = {entry.fqn for entry in manifest.entries.values()}
     names: dict[str, str] = {}
     for alias, written in aliases.items():

@@ -38,16 +38,8 @@ def describe_source(manifest: Manifest, own: ModelNames) -> Traits | None:
 def _describe_model(
     manifest: Manifest, own: ModelNames, options: NameOptions, model: str | None
 ) -> Traits | None:
-    """Return what the source or a config states about a model with names of its format.
-
-    verl and NeMo 2 save Megatron's models without the arguments of the run.
-
-    Args:
-        model: the config that the user names; None: the one beside the source, if there is one.
-
-    Returns:
-        None if the names are Hugging Face's, or if nothing states what the model is.
-    """
+    # verl and NeMo 2 save Megatron's models without the arguments of the run. None: the names are
+    # Hugging Face's, or nothing states what the model is.
     traits = describe_source(manifest, own)
     if traits is not None or not own.of_own_models or not library.is_installed():
         return traits
@@ -194,11 +186,7 @@ def _choose_vocab_size(traits: Traits, options: NameOptions) -> int | None:
 
 
 def _check_config(given: Mapping[str, Any], family: Family, traits: Traits) -> list[str]:
-    """Compare every setting of a config that the family's table maps with the source's.
-
-    Returns:
-        Warnings about settings that may change the model for some inputs.
-    """
+    """Compare every setting that the family's table maps with the source's; return warnings."""
     warnings = []
     for key, value, other in family.find_differences(given, traits):
         if key in _WINDOWS:

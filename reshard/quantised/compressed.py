@@ -32,7 +32,7 @@ from reshard.quantised.scale_names import FLOAT8
 from reshard.quantised.scaled import BITS, E2M1, INT4, INT8, Scaled
 from reshard.quantised.weights import QuantisedPair
 from reshard.system.files import SourceFiles
-from reshard.units import some
+from reshard.units import abridge
 
 _INT8, _INT32, _INT64 = BY_NAME["int8"], BY_NAME["int32"], BY_NAME["int64"]
 _FLOATS = (FLOAT32, BFLOAT16, FLOAT16)
@@ -71,7 +71,7 @@ def find_compressed(
     numbers = _read_numbers(entries)
     schemes = _list_schemes(stated)
     blocks = _list_blocks(schemes)
-    is_asymmetric = bool(schemes) and all(each.get("symmetric") is False for each in schemes)
+    is_asymmetric = bool(schemes) and all(scheme.get("symmetric") is False for scheme in schemes)
     used = set()
     for name, codes in entries.items():
         fqn = name.removesuffix("_packed")
@@ -99,27 +99,20 @@ def find_compressed(
     if left:
         raise IncompleteError(
             manifest.origin.path,
-            f"{some(left)}: belong to no quantised weight",
+            f"{abridge(left)}: belong to no quantised weight",
             "fetch all files of the model; these may belong to two models",
         )
 
 
 def _is_code(entry: Entry) -> bool:
-    """Return whether a tensor called ``weight`` or ``weight_packed`` contains codes."""
     return entry.dtype in _SCALES and (entry.dtype != _INT32 or entry.fqn.endswith("_packed"))
 
 
 def _is_left(entry: Entry) -> bool:
-    """Return whether an entry that is not used should be part of a weight."""
     return entry.dtype.family == "float8" or entry.fqn.endswith(_PARTS)
 
 
 def _refuse_others(stated: Quantisation, entries: Mapping[str, Entry]) -> None:
-    """Refuse models whose codes and scales do not give the weights.
-
-    Raises:
-        UnsupportedError: this is one.
-    """
     transforms = stated.settings.get("transform_config")
     if isinstance(transforms, dict) and transforms.get("config_groups"):
         raise UnsupportedError(
@@ -132,7 +125,8 @@ def _refuse_others(stated: Quantisation, entries: Mapping[str, Entry]) -> None:
         if found:
             raise UnsupportedError(
                 stated.stated_in,
-                f"describes a model {why}, which reshard cannot dequantise: it has {some(found)}",
+                f"describes a model {why}, which reshard cannot dequantise: it has"
+                f" {abridge(found)}",
                 "dequantise it with the library that quantised it, or use the model that was"
                 " quantised",
             )
@@ -153,11 +147,10 @@ def _list_schemes(stated: Quantisation) -> list[Mapping[str, Any]]:
     groups = stated.settings.get("config_groups")
     schemes = groups.values() if isinstance(groups, dict) else ()
     weights = (scheme.get("weights") for scheme in schemes if isinstance(scheme, dict))
-    return [each for each in weights if isinstance(each, dict)]
+    return [weight for weight in weights if isinstance(weight, dict)]
 
 
 def _list_blocks(schemes: Iterable[Mapping[str, Any]]) -> list[tuple[int, int]]:
-    """Return the rows and columns of the blocks that schemes state."""
     found = []
     for scheme in schemes:
         sides = scheme.get("block_structure") or [1, scheme.get("group_size")]
@@ -168,7 +161,6 @@ def _list_blocks(schemes: Iterable[Mapping[str, Any]]) -> list[tuple[int, int]]:
 
 
 def _read_numbers(entries: Mapping[str, Entry]) -> dict[str, bytes]:
-    """Return the bytes of the small tensors beside codes and scales, by name."""
     small = [
         (entry, end)
         for entry in entries.values()
@@ -246,19 +238,8 @@ def _is_split(shape: Index) -> bool:
 def _choose_block(
     scales: Entry, grid: Index, size: tuple[int, int], stated: Sequence[tuple[int, int]]
 ) -> tuple[int, int] | None:
-    """Return the rows and columns of a block; None if the weight has one scale.
-
-    The shapes alone do not tell them: the last blocks of a row or column may be smaller.
-
-    Args:
-        scales: the scales.
-        grid: their shape, with the blocks of a matrix in the last two dims.
-        size: the rows and columns of a matrix.
-        stated: the blocks that the config states.
-
-    Raises:
-        UnsupportedError: the scales are not those of a scheme that the config states.
-    """
+    # The shapes alone do not tell the block: the last ones of a row or column may be smaller.
+    # ``grid``: the shape of the scales, with the blocks of a matrix in the last two dims.
     if scales.numel == 1:
         return None
     if scales.dtype in _GROUPS:
@@ -282,7 +263,6 @@ def _choose_block(
 def _find_shape(
     codes: Entry, stated: Entry | None, numbers: Mapping[str, bytes]
 ) -> tuple[Index, str]:
-    """Return the shape of a weight, and what its codes are."""
     lead, last = codes.shape[:-1], codes.shape[-1]
     if codes.dtype == UINT8:
         return (*lead, 2 * last), E2M1
@@ -309,7 +289,6 @@ def _find_shape(
 
 
 def _read_factor(entry: Entry | None, numbers: Mapping[str, bytes]) -> float:
-    """Return the scale of the scales of a weight; 1 if it has none."""
     if entry is None:
         return 1.0
     if entry.dtype != FLOAT32 or entry.numel != 1 or not entry.chunks:
@@ -327,15 +306,7 @@ def _read_factor(entry: Entry | None, numbers: Mapping[str, bytes]) -> float:
 def _find_zeros(
     entry: Entry | None, numbers: Mapping[str, bytes], code: str, shape: Index, block: Index
 ) -> Chunk | None:
-    """Return where the zero points of a weight are; None if it has none, or if all are 0.
-
-    Args:
-        entry: the stored zero points.
-        numbers: the first bytes of small tensors, by name.
-        code: what the codes are.
-        shape: the shape of the weight.
-        block: the rows and columns of a block.
-    """
+    """Return where the zero points of a weight are; None if it has none, or if all are 0."""
     if entry is None or not entry.chunks:
         return None
     if code in BITS and block[0] == 1 and entry.dtype == _INT32:

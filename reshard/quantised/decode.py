@@ -41,12 +41,7 @@ _KEPT = 16 << 20  # bytes; an expert of GPT-OSS has 8 MiB
 
 
 def read_values(pool: Reader, weight: Scaled, start: int, target: memoryview) -> None:
-    """Fill ``target`` with values of a weight, in its `Scaled.dtype`, from an element on.
-
-    Raises:
-        CorruptError: a scale is infinite or not a number.
-        ReshardError: a file cannot be read.
-    """
+    """Fill ``target`` with values of a weight, in its `Scaled.dtype`, from an element on."""
     _read(pool, weight, start, np.frombuffer(target, "<u2" if weight.dtype == BFLOAT16 else "<f4"))
 
 
@@ -55,9 +50,6 @@ def read_rounded(pool: Reader, weight: Scaled, start: int, target: memoryview) -
 
     Returns:
         The number of finite values that became infinite; None if this takes two passes.
-
-    Raises:
-        CorruptError, ReshardError: as in `read_values`.
     """
     if weight.transposed or not loops.can_round():
         return None
@@ -142,11 +134,8 @@ def _fill(pool: Reader, weight: Scaled, matrix: int, at: int, out: Array) -> int
 
 
 def _cut(weight: Scaled, at: int, count: int) -> Iterator[tuple[int, int, int, int]]:
-    """Yield pieces (row, column, rows, columns) of a run of a matrix.
-
-    A piece is within one row of blocks, unless each row has scales of its own. A piece with several
-    rows has whole rows.
-    """
+    # A piece is within one row of blocks, unless each row has scales of its own. A piece with
+    # several rows has whole rows.
     width, high = weight.columns, weight.block[0]
     stop = at + count
     while at < stop:
@@ -164,7 +153,6 @@ def _cut(weight: Scaled, at: int, count: int) -> Iterator[tuple[int, int, int, i
 
 
 def _decode(pool: Reader, weight: Scaled, matrix: int, origin: tuple[int, int], out: Array) -> int:
-    """Fill ``out`` with a block of a matrix, which is contiguous in the file, like `_read`."""
     row, column = origin
     rows, columns = out.shape
     first = (matrix * weight.rows + row) * weight.columns + column
@@ -203,11 +191,8 @@ def _read_zeros(pool: Reader, weight: Scaled, matrix: int, row: int, rows: int) 
 def _take_scales(
     pool: Reader, weight: Scaled, matrix: int, origin: tuple[int, int], shape: tuple[int, ...]
 ) -> tuple[Array, int]:
-    """Return scales of a block of a matrix, a row for each row of blocks, and the columns of each.
-
-    If a row of scales is that of several rows, those of many rows are read together, spread over
-    the columns, and kept.
-    """
+    # If a row of scales is that of several rows, those of many rows are read together, spread over
+    # the columns, and kept.
     (row, column), (rows, columns) = origin, shape
     high, width = weight.block
     step = _BLOCK // weight.columns * high
@@ -226,7 +211,6 @@ def _take_scales(
 
 
 def _cut_columns(numbers: Array, width: int, column: int, columns: int) -> tuple[Array, int]:
-    """Return the numbers of some columns, of which each has ``width`` columns, and their width."""
     if column % width:
         return loops.spread(numbers, width, columns, column), 1
     return np.ascontiguousarray(
@@ -242,11 +226,7 @@ def _read_codes(pool: Reader, slot: str, weight: Scaled, first: int, count: int)
 
 
 def _read_scales(pool: Reader, weight: Scaled, matrix: int, row: int, rows: int) -> Array:
-    """Return the scales of some rows of a matrix: one row of scales for each row of blocks.
-
-    Raises:
-        CorruptError: a scale is infinite or not a number.
-    """
+    """Return the scales of some rows of a matrix: one row of scales for each row of blocks."""
     at, raw = _read_stored_scales(pool, weight, matrix, row, rows)
     scales = decode_scales(raw, weight.scales.dtype)
     if weight.factor != 1:
@@ -274,11 +254,7 @@ def check_scales(weight: Scaled, scales: Array, at: int) -> None:
 
 
 def _read_exponents(pool: Reader, weight: Scaled, matrix: int, row: int, rows: int) -> Array:
-    """Return the scales of some rows as they are stored, if these are exponents of two.
-
-    Raises:
-        CorruptError: a scale is not a number.
-    """
+    """Return the scales of some rows as they are stored, if these are exponents of two."""
     _, raw = _read_stored_scales(pool, weight, matrix, row, rows)
     exponents = np.frombuffer(raw, np.uint8).reshape(rows, -1)
     check_exponents(weight, exponents, matrix, row)
@@ -306,7 +282,6 @@ def check_exponents(weight: Scaled, exponents: Array, matrix: int, row: int) -> 
 def _read_stored_scales(
     pool: Reader, weight: Scaled, matrix: int, row: int, rows: int
 ) -> tuple[int, bytes | bytearray]:
-    """Return the number of the first scale of some rows of a matrix, and the scales' bytes."""
     high, (down, across) = weight.block[0], weight.grid
     first, last = row // high, (row + rows - 1) // high
     at = ((0 if weight.shared else matrix * down) + first) * across
@@ -324,7 +299,6 @@ def _explain_scale(weight: Scaled, value: float, at: int) -> CorruptError:
 
 
 def _fill_transposed(pool: Reader, weight: Scaled, matrix: int, at: int, out: Array) -> int:
-    """Fill ``out`` with values of a transposed matrix from an element on; all are exact."""
     height = weight.rows  # the length of a row of the transposed matrix
     done = 0
     while done < out.size:
@@ -341,10 +315,7 @@ def _fill_transposed(pool: Reader, weight: Scaled, matrix: int, at: int, out: Ar
 def _transpose(
     pool: Reader, weight: Scaled, matrix: int, origin: tuple[int, int], out: Array
 ) -> None:
-    """Fill ``out`` with the transposed block at an origin of a stored matrix.
-
-    Bytes are transposed instead of values, which have eight times their size.
-    """
+    # Bytes are transposed instead of values, which have eight times their size.
     (row, column), (columns, rows) = origin, out.shape
     step, wide = _count_kept_rows(weight), weight.block[1] * _STRIP_BLOCKS
     for start in range(row - row % step, row + rows, step):
@@ -367,22 +338,13 @@ def build_products() -> Array:
 
 
 def _count_kept_rows(weight: Scaled) -> int:
-    """Return how many rows of a matrix are read and kept together: all, if it is small."""
     return max(min(weight.rows, 2 * _KEPT // weight.columns), 1)
 
 
 def _take_strip(
     pool: Reader, weight: Scaled, matrix: int, row: int, column: int
 ) -> tuple[Array, Array]:
-    """Return the transposed codes and scales of a strip of columns; the thread's reader keeps them.
-
-    Args:
-        pool: the open files.
-        weight: where codes and scales are stored, and how.
-        matrix: the number of the matrix.
-        row: the first of the rows that are read together.
-        column: the first column of the strip.
-    """
+    """Return the transposed codes and scales of a strip of columns; the reader keeps them."""
     reader, key, width = find_reader(pool), (weight, matrix, row), weight.block[1]
 
     def read_rows() -> tuple[Array, Array]:

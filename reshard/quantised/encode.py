@@ -165,12 +165,10 @@ def _encode(values: Array, lines: Array, high: int, weight: Scaled, out: Array) 
 
 
 def _list_magnitudes(code: str) -> Array:
-    """Return the finite values of the codes without a sign, in their order."""
     return decode_table(code)[: {E2M1: 8, E5M2.name: 124}.get(code, 127)]
 
 
 def _round(scales: Array, dtype: DType) -> Array:
-    """Return scales in 16 bits, rounded to nearest even."""
     if dtype == FLOAT16:
         return scales.astype("<f2")
     if dtype != BFLOAT16:
@@ -180,11 +178,8 @@ def _round(scales: Array, dtype: DType) -> Array:
 
 
 def _find_exact(values: Array, weight: Scaled, ratio: Array) -> Array:
-    """Return for each block the scale near its ratio that gives all its values, or else the ratio.
-
-    Rows are tried until at most one scale is left for each block. In blocks that are not products
-    of codes, none is left after the first row.
-    """
+    # Rows are tried until at most one scale is left for each block. In blocks that are not products
+    # of codes, none is left after the first row.
     above, below = np.nextafter(ratio, np.float32(np.inf)), np.nextafter(ratio, np.float32(0))
     near = np.stack([ratio, above, below])
     is_left = np.ones(near.shape, bool)
@@ -198,12 +193,7 @@ def _find_exact(values: Array, weight: Scaled, ratio: Array) -> Array:
 
 
 def _give_values(rows: Array, scales: Array, weight: Scaled) -> Array:
-    """Return whether codes times a scale give the values of some rows, for several scales.
-
-    Args:
-        rows: some rows of each row of blocks.
-        scales: several scales for each row of blocks: lines of a scale for each block.
-    """
+    """Return whether codes times a scale give the values of some rows, for several scales."""
     high, columns, wide = *rows.shape[1:], weight.value_block[1]
     repeated = np.tile(rows.reshape(-1, columns), (len(scales), 1))
     lines = _spread(scales.reshape(-1, scales.shape[-1]), weight, columns)

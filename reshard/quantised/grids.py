@@ -70,7 +70,6 @@ def count_blocks(size: tuple[int, ...], block: tuple[int, int]) -> tuple[int, in
 
 
 def _derive_block(size: tuple[int, ...], grid: Index) -> tuple[int, int] | None:
-    """Return the blocks of a grid that divides a matrix evenly; None if it does not."""
     if not all(grid) or size[0] % grid[0] or size[1] % grid[1]:
         return None
     return max(size[0] // grid[0], 1), max(size[1] // grid[1], 1)

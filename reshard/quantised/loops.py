@@ -260,7 +260,6 @@ def _reduce_rows(function: np.ufunc, values: Array, high: int, lines: Array) -> 
 
 @cache
 def _build_byte_table() -> Array:
-    """Return for each byte its two codes of 4 bits, as one element of two bytes."""
     pairs = np.arange(256)
     return np.stack([pairs & 15, pairs >> 4], axis=1).astype(np.uint8).view(np.uint16).reshape(-1)
 

@@ -77,11 +77,7 @@ class Moment(NamedTuple):
         return FLOAT32.itemsize
 
     def read_into(self, pool: Reader, byte_offset: int, target: memoryview) -> None:
-        """Fill ``target`` with the values from a byte offset on.
-
-        Raises:
-            ReshardError: the file cannot be read.
-        """
+        """Fill ``target`` with the values from a byte offset on."""
         import numpy as np
 
         out = np.frombuffer(target, "<f4")
@@ -147,9 +143,9 @@ def describe(tensor: Any) -> Chunk | None:
         codes.numel * 8 != numel * bits
         or not scales.numel
         or numel % scales.numel
-        or any(each.numel != 1 << bits for each in tables)
-        or any(each.dtype != FLOAT32 for each in (scales, *tables))
-        or not all(each.chunk.is_dense for each in (codes, scales, *tables))
+        or any(table.numel != 1 << bits for table in tables)
+        or any(tensor.dtype != FLOAT32 for tensor in (scales, *tables))
+        or not all(tensor.chunk.is_dense for tensor in (codes, scales, *tables))
     ):
         raise CorruptError(
             codes.storage.file,
@@ -172,9 +168,6 @@ def decode_state(state: Mapping[str, Any]) -> dict[str, Any]:
 
     Args:
         state: by name; names of nested dicts are joined (`nested_slots.flatten`).
-
-    Raises:
-        CorruptError: codes, scales and table do not fit together.
     """
     decoded = dict(state)
     for names in _list_coded(state):
@@ -194,11 +187,7 @@ def decode_state(state: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def decode_entries(entries: Iterable[Entry]) -> tuple[list[Entry], int]:
-    """Return entries with values for the codes of bitsandbytes, and the number of such entries.
-
-    Raises:
-        CorruptError: codes, scales and table do not fit together.
-    """
+    """Return entries with values for the codes of bitsandbytes, and the number of such entries."""
     slots: dict[str, dict[str, Entry]] = {}
     for entry in entries:
         slots.setdefault(entry.fqn, {})[entry.kind] = entry
@@ -206,7 +195,7 @@ def decode_entries(entries: Iterable[Entry]) -> tuple[list[Entry], int]:
     for own in slots.values():
         for names in _list_coded(own):
             codes, scales, table = (own[name] for name in names)
-            if any(each.layout.is_partition for each in (codes, scales, table)):
+            if any(part.layout.is_partition for part in (codes, scales, table)):
                 continue
             if not _is_whole(scales) or not _is_whole(table):
                 continue
@@ -224,7 +213,6 @@ def decode_entries(entries: Iterable[Entry]) -> tuple[list[Entry], int]:
 
 
 def _list_coded(state: Mapping[str, Any]) -> Iterator[list[str]]:
-    """Yield the names of the codes, scales and table of each slot that bitsandbytes quantised."""
     for prefix in (BITSANDBYTES, ""):
         for number in (1, 2):
             names = [f"{prefix}{part}{number}" for part in _PARTS]
@@ -237,17 +225,8 @@ def _is_whole(entry: Entry) -> bool:
 
 
 def _describe_blocks(codes: Chunk, scales: Chunk, table: Chunk, shape: Index) -> Chunk | None:
-    """Return the values of codes that bitsandbytes scaled by blocks.
-
-    The result is None for two moments of AdEMAMix, which bitsandbytes stacks in one tensor with a
-    row of scales for each, and for codes that are not whole rows of the tensor.
-
-    Args:
-        shape: the shape of the whole tensor.
-
-    Raises:
-        CorruptError: codes, scales and table do not fit together.
-    """
+    # Not described: two moments of AdEMAMix, which bitsandbytes stacks in one tensor with a row of
+    # scales for each, and codes that are not whole rows of the tensor (of ``shape``).
     are_rows = codes.box.shape[1:] == shape[1:]
     if codes.dtype != UINT8 or len(scales.box.shape) != 1 or not are_rows:
         return None

@@ -50,11 +50,7 @@ def list_unused_scales(manifest: Manifest) -> list[str]:
 
 
 def _check_stored(manifest: Manifest, pair: QuantisedPair) -> None:
-    """Check that codes and scales are stored as plain tensors without checksums of their own.
-
-    Raises:
-        UnsupportedError: they are strided, in several parts, or in a torch archive.
-    """
+    """Check that codes and scales are stored as plain tensors without checksums of their own."""
     for entry in pair.stored:
         chunk = entry.chunks[0]
         plain = len(entry.chunks) == 1 and chunk.is_dense and chunk.factor == 1.0
@@ -128,11 +124,7 @@ def _pair_fp8(codes: Entry, scales: Entry, stated: Quantisation, *, packed: bool
 
 
 def _read_block(stated: Quantisation) -> tuple[int, int] | None:
-    """Return the size of a block; None: one scale for each tensor.
-
-    Raises:
-        CorruptError: it is not two positive numbers.
-    """
+    """Return the size of a block; None: one scale for each tensor."""
     block = stated.settings.get("weight_block_size")
     if block is None:
         return None

@@ -18,15 +18,14 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
-from reshard.core.box import row_major, whole
-from reshard.core.chunks import Chunk
+from reshard.core.computed import ComputedValues
 from reshard.core.dtypes import BFLOAT16, BY_NAME, FLOAT32, DType, round_to_bfloat16
 from reshard.core.manifest import MASTER, PARAM, Entry, Manifest, check
 from reshard.engine.planning.copies import Copy, CopyPlanner
 from reshard.errors import CorruptError, UnsupportedError
-from reshard.system.derived import Derived, Reader, list_files
+from reshard.system.derived import Derived, Reader
 from reshard.system.files import SourceFiles
-from reshard.units import counted, some
+from reshard.units import abridge, counted
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -42,46 +41,20 @@ _SAMPLED = 64  # elements of each
 
 
 @dataclass(frozen=True, eq=False)
-class WholeMaster:
-    """A master weight from its bf16 weight and its remainder; implements `derived.Computation`."""
-
-    weight: Entry
-    remainder: Entry
+class WholeMaster(ComputedValues):
+    """A master weight from its bf16 weight and its remainder."""
 
     @property
-    def nbytes(self) -> int:
-        """The size in bytes."""
-        return self.weight.numel * FLOAT32.itemsize
-
-    @property
-    def tile_nbytes(self) -> int:
-        """The size of one element: any range of elements is computed by itself."""
-        return FLOAT32.itemsize
-
-    @property
-    def files(self) -> tuple[str, ...]:
-        """The files that store the weight and the remainder."""
-        names = (
-            file for entry in (self.weight, self.remainder) for file in entry.layout.file_table[1]
-        )
-        return tuple(dict.fromkeys(path for file in names for path in list_files(file)))
-
-    @property
-    def name(self) -> Derived:
-        """The name under which the values can be read."""
-        return Derived(self.files[0], f"master of {self.weight.fqn} from its remainder", self)
+    def detail(self) -> str:
+        """The name of the weight."""
+        return f"master of {self.sources[0].fqn} from its remainder"
 
     @cached_property
-    def _planners(self) -> tuple[CopyPlanner, CopyPlanner]:
-        return CopyPlanner(self.weight), CopyPlanner(self.remainder)
+    def _planners(self) -> list[CopyPlanner]:
+        return list(map(CopyPlanner, self.sources))
 
     def read_into(self, pool: Reader, byte_offset: int, target: memoryview) -> None:
-        """Fill ``target`` with the masters from a byte offset on.
-
-        Raises:
-            CorruptError: a float32 number is not a remainder.
-            ReshardError: a file cannot be read.
-        """
+        """Fill ``target`` with the masters from a byte offset on."""
         import numpy as np
 
         out = np.frombuffer(target, "<u4")
@@ -98,7 +71,8 @@ class WholeMaster:
     def _read_remainders(self, pool: Reader, planner: CopyPlanner, run: tuple[int, int]) -> Array:
         import numpy as np
 
-        dtype = self.remainder.dtype
+        remainder = self.sources[1]
+        dtype = remainder.dtype
         raw = _read_run(pool, planner, *run, dtype)
         if dtype == INT16:
             return np.frombuffer(raw, "<i2").astype("<i4")
@@ -109,15 +83,14 @@ class WholeMaster:
         if wrong.any():
             at = int(np.argmax(wrong))
             raise CorruptError(
-                self.remainder.where,
-                f"{self.remainder.fqn!r} has {stored[at]} at element {run[0] + at}, expected a"
+                remainder.where,
+                f"{remainder.fqn!r} has {stored[at]} at element {run[0] + at}, expected a"
                 " remainder of 16 bits as in the rest of this optimizer",
             )
         return numbers
 
 
 def _read_run(pool: Reader, planner: CopyPlanner, start: int, stop: int, dtype: DType) -> bytearray:
-    """Return elements ``start`` to ``stop`` of a flattened tensor as they are stored."""
     # The thread's `TileReader` may be reading these masters (for an average), and has one buffer.
     buffer = bytearray((stop - start) * dtype.itemsize)
     for copy in planner.plan_run(start, stop, dtype, 0):
@@ -188,8 +161,8 @@ def name_masters(manifest: Manifest) -> tuple[Manifest, list[str]]:
     if lost:
         raise UnsupportedError(
             manifest.origin.path,
-            f"has remainders of masters ({TE_MASTER}) of {some(lost, 1)}, whose weights are not in"
-            " bfloat16 or not in the checkpoint",
+            f"has remainders of masters ({TE_MASTER}) of {abridge(lost, 1)}, whose weights are not"
+            " in bfloat16 or not in the checkpoint",
             "pass a checkpoint with both",
         )
     note = f"{TE_MASTER} of {counted(len(named), 'parameter')}: Transformer Engine's masters"
@@ -201,10 +174,6 @@ def complete_masters(manifest: Manifest, *, may_be_float: bool) -> Manifest:
 
     Args:
         may_be_float: whether float32 masters can be remainders too, as a sample of values shows.
-
-    Raises:
-        CorruptError: remainders do not cover their tensor.
-        ReshardError: a file cannot be read.
     """
     pairs = list(_pair(manifest, INT16))
     if may_be_float and not pairs:
@@ -214,7 +183,12 @@ def complete_masters(manifest: Manifest, *, may_be_float: bool) -> Manifest:
         return manifest
     # The entries below no longer have these blocks, so nothing later proves their coverage.
     check(manifest.with_entries(remainder for _, remainder in pairs))
-    completed = {remainder.key: _complete(*pair) for pair in pairs for _, remainder in [pair]}
+    completed = {
+        remainder.key: replace(
+            remainder, dtype=FLOAT32, chunks=WholeMaster((weight, remainder)).chunks
+        )
+        for weight, remainder in pairs
+    }
     note = (
         f"{counted(len(pairs), 'master weight')} stored as 16-bit remainders of the weights: the"
         " masters are computed from both"
@@ -226,7 +200,6 @@ def complete_masters(manifest: Manifest, *, may_be_float: bool) -> Manifest:
 
 
 def _pair(manifest: Manifest, dtype: DType) -> Iterator[tuple[Entry, Entry]]:
-    """Yield the bf16 weights with their masters of a dtype."""
     for stored in manifest.of_kind(MASTER):
         weight = manifest.entries.get((PARAM, stored.fqn))
         if (
@@ -239,19 +212,9 @@ def _pair(manifest: Manifest, dtype: DType) -> Iterator[tuple[Entry, Entry]]:
             yield weight, stored
 
 
-def _complete(weight: Entry, remainder: Entry) -> Entry:
-    name = WholeMaster(weight, remainder).name
-    strides = row_major(weight.shape, FLOAT32.itemsize)
-    chunk = Chunk(whole(weight.shape), name, 0, strides, FLOAT32)
-    return replace(remainder, dtype=FLOAT32, chunks=(chunk,))
-
-
 def _are_remainders(pairs: Sequence[tuple[Entry, Entry]]) -> bool:
-    """Return whether float32 masters are remainders, from values of the largest ones.
-
-    Remainders are whole numbers of 16 bits. Some masters are such numbers, too (norms of 1, biases
-    of 0), but then they equal the weights beside them.
-    """
+    # Remainders are whole numbers of 16 bits. Some masters are such numbers, too (norms of 1,
+    # biases of 0), but then they equal the weights beside them.
     largest = sorted(pairs, key=lambda pair: -pair[0].numel)[:_SAMPLED_TENSORS]
     differ = False
     with SourceFiles() as pool:
@@ -259,15 +222,12 @@ def _are_remainders(pairs: Sequence[tuple[Entry, Entry]]) -> bool:
             start = max((weight.numel - _SAMPLED) // 2, 0)
             stop = min(start + _SAMPLED, weight.numel)
             raw = _read_run(pool, CopyPlanner(stored), start, stop, FLOAT32)
-            if not all(map(_is_remainder, struct.unpack(f"<{stop - start}f", raw))):
+            numbers = struct.unpack(f"<{stop - start}f", raw)
+            if not all(n.is_integer() and _LEAST <= n <= _MOST for n in numbers):
                 return False
             bits = struct.unpack(f"<{stop - start}I", raw)
             copies = _read_run(pool, CopyPlanner(weight), start, stop, BFLOAT16)
-            differ = differ or [round_to_bfloat16(each) for each in bits] != list(
+            differ = differ or [round_to_bfloat16(number) for number in bits] != list(
                 struct.unpack(f"<{stop - start}H", copies)
             )
     return differ
-
-
-def _is_remainder(number: float) -> bool:
-    return number.is_integer() and _LEAST <= number <= _MOST

@@ -74,7 +74,6 @@ def _find_method(key: str, settings: Mapping[str, Any]) -> str:
 
 
 def _find_dtype(sections: list[Any]) -> DType:
-    """Return the dtype in which the model computes, as its config states it."""
     for section in sections:
         for key in ("dtype", "torch_dtype"):
             if isinstance(section.get(key), str):

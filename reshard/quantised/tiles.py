@@ -14,14 +14,15 @@ from dataclasses import dataclass
 from math import prod
 from typing import TYPE_CHECKING, Any, Literal
 
-from reshard.core.box import Box, index_of, row_major, whole
-from reshard.core.chunks import Chunk
+from reshard.core.box import Box, index_of, whole
+from reshard.core.chunks import Chunk, contiguous
+from reshard.core.computed import list_source_files
 from reshard.core.dtypes import BFLOAT16, FLOAT32, DType
 from reshard.core.manifest import PARAM, Entry
 from reshard.engine.move.tiles import TileReader, find_reader
 from reshard.errors import CorruptError
 from reshard.quantised.weights import QuantisedPair
-from reshard.system.derived import Derived, Reader, list_files
+from reshard.system.derived import Derived, Reader
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -79,8 +80,7 @@ def _build_chunk(matrix: Matrix, part: BlockPart) -> Chunk:
     rows, dtype = matrix.pair.weight.rows, matrix.find_stored(part).dtype
     box, tile = (matrix.find_box(part, 0, n) for n in (rows, min(matrix.tile_rows, rows)))
     nbytes, tile_nbytes = box.volume * dtype.itemsize, tile.volume * dtype.itemsize
-    name = Computed(matrix, part, nbytes, tile_nbytes).name
-    return Chunk(box, name, 0, row_major(box.shape, dtype.itemsize), dtype)
+    return contiguous(Computed(matrix, part, nbytes, tile_nbytes).name, 0, dtype, box)
 
 
 class KeptScales:
@@ -179,11 +179,7 @@ class Matrix:
         return Box(tuple(origin), tuple(extents))
 
     def compute(self, part: BlockPart, first: int, reader: TileReader, into: memoryview) -> None:
-        """Fill ``into`` with the codes or scales of the tile from a stored row on.
-
-        Raises:
-            CorruptError: a value is infinite or not a number.
-        """
+        """Fill ``into`` with the codes or scales of the tile from a stored row on."""
         import numpy as np
 
         weight, key = self.pair.weight, (self.values.fqn, self.number, first)
@@ -262,7 +258,6 @@ class Matrix:
         return scales, is_same
 
     def _choose_scales(self, values: Array, is_same: Array) -> Array:
-        """Return the scales of rows of blocks, as they are stored."""
         import numpy as np
 
         from reshard.quantised import encode
@@ -298,7 +293,6 @@ class Matrix:
         np.copyto(computed, stored, where=where)
 
     def _read_values(self, reader: TileReader, entry: Entry, dtype: DType, box: Box) -> Array:
-        """Return a box of a weight as a matrix of float32, or of the bits of bfloat16."""
         import numpy as np
 
         shape, kind = box.shape[-2:], "<u2" if dtype == BFLOAT16 else "<f4"
@@ -308,16 +302,8 @@ class Matrix:
         return values
 
     def _find_same(self, reader: TileReader, values: Array, first: int, box: Box) -> Array:
-        """Return for each block whether it has the release's values, perhaps rounded to bfloat16.
-
-        After a training, no block has. If that was so in the last band, the first value of each
-        column of each block is compared before the others.
-
-        Args:
-            values: whole rows of blocks.
-            first: the first stored row of the band, if codes are not transposed.
-            box: the part of the weight that the values are.
-        """
+        # After a training, no block has the release's values. If that was so in the last band, the
+        # first value of each column of each block is compared before the others.
         weight = self.pair.weight
         if not self.pair.codes.chunks:
             return self._find_none(values)
@@ -369,10 +355,7 @@ class Matrix:
         return encode.compare(sample, released[line : line + len(sample)], 1, weight)
 
     def _decode_first_codes(self, first: int, count: int, reader: TileReader) -> Array:
-        """Return the values of the first code of each block of some stored rows, transposed.
-
-        The codes are taken where they are stored: to transpose all of them takes longer.
-        """
+        # The codes are taken where they are stored: to transpose all of them takes longer.
         import numpy as np
 
         from reshard.quantised import decode, loops
@@ -425,12 +408,7 @@ class Matrix:
     def _compare_codes(
         self, reader: TileReader, values: Array, codes: Array, rows: range, high: int
     ) -> Array:
-        """Return for each block of some stored rows whether it has the values of float8 codes.
-
-        Args:
-            values: the values; `high` rows of each row of blocks.
-            rows: the stored rows of all the blocks.
-        """
+        """Return for each block of some stored rows whether it has the values of float8 codes."""
         from reshard.quantised import decode, encode
 
         weight = self.pair.weight
@@ -461,7 +439,6 @@ class Matrix:
         return stored
 
     def _expand(self, is_same: Array, rows: int) -> Array:
-        """Return for each stored byte of some rows of codes what its block has."""
         import numpy as np
 
         weight = self.pair.weight
@@ -473,14 +450,8 @@ class Matrix:
 
 
 def _cut(rows: int, high: int, most: int) -> Iterator[tuple[int, int]]:
-    """Yield bands of rows of blocks: the first row of each, and the row after its last.
-
-    A row of blocks with fewer rows than the others is a band of its own.
-
-    Args:
-        high: the rows of a block.
-        most: the number of rows that a band should not exceed.
-    """
+    # A row of blocks with fewer rows than ``high`` is a band of its own; others have at most
+    # ``most`` rows.
     step, even = max(most // high, 1) * high, rows // high * high
     for start in range(0, even, step):
         yield start, min(start + step, even)
@@ -506,9 +477,7 @@ class Computed:
     def files(self) -> tuple[str, ...]:
         """The files that store the weight and the release's codes and scales."""
         pair = self.matrix.pair
-        entries = (self.matrix.values, pair.codes, pair.scales)
-        chunks = (chunk for entry in entries for chunk in entry.chunks)
-        return tuple(dict.fromkeys(file for chunk in chunks for file in list_files(chunk.file)))
+        return list_source_files((self.matrix.values, pair.codes, pair.scales))
 
     @property
     def name(self) -> Derived:
@@ -528,9 +497,5 @@ class Computed:
         find_reader(pool).read_tiles(self, byte_offset, target)
 
     def compute(self, number: int, reader: TileReader, into: memoryview) -> None:
-        """Fill ``into`` with the bytes of a tile.
-
-        Raises:
-            CorruptError: a value is infinite or not a number.
-        """
+        """Fill ``into`` with the bytes of a tile."""
         self.matrix.compute(self.part, number * self.matrix.tile_rows, reader, into)

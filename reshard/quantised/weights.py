@@ -42,22 +42,13 @@ class WeightValues(NamedTuple):
         return Derived(codes.file, f"values of {self.weight.fqn} at {codes.byte_offset}", self)
 
     def read_into(self, pool: Reader, byte_offset: int, target: memoryview) -> None:
-        """Fill ``target`` with the values from a byte offset on.
-
-        Raises:
-            CorruptError: a scale is infinite or not a number.
-            ReshardError: a file cannot be read.
-        """
+        """Fill ``target`` with the values from a byte offset on."""
         from reshard.quantised import decode  # imports numpy
 
         decode.read_values(pool, self.weight, byte_offset // self.weight.dtype.itemsize, target)
 
     def read_rounded(self, pool: Reader, byte_offset: int, target: memoryview) -> int | None:
-        """Fill ``target`` with the values in bfloat16; see `derived.Rounding`.
-
-        Raises:
-            CorruptError, ReshardError: as in `read_into`.
-        """
+        """Fill ``target`` with the values in bfloat16; see `derived.Rounding`."""
         from reshard.quantised import decode  # imports numpy
 
         start = byte_offset // self.weight.dtype.itemsize

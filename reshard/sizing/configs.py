@@ -197,7 +197,7 @@ def format_command(
         "--seq-len": training.seq_len,
         "--micro-batch": training.micro_batch,
         "--global-batch": training.global_batch or None,
-        "--model": None if resume else model.source,
+        "--model": None if model.source == resume else model.source,  # a run may state its model
         "--fsdp-sharding-strategy": "HYBRID_SHARD" if strategy.within_node else None,
         "--fsdp-hybrid-size": cluster.gpus if strategy.within_node else None,
         "--offload-optimizer": "cpu" if strategy.offload_optimizer else None,

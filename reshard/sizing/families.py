@@ -175,8 +175,8 @@ _ModelPart = tuple[tuple[Parameter, ...], Saved]
 
 def _join(parts: list[_ModelPart]) -> _ModelPart:
     saved = Saved()
-    for _, each in parts:
-        saved = saved + each
+    for _, further in parts:
+        saved = saved + further
     return tuple(tensor for tensors, _ in parts for tensor in tensors), saved
 
 
@@ -226,7 +226,6 @@ def _describe_attention(config: Config, family: _DecoderFamily) -> Iterator[_Mod
 
 
 def _describe_latent_attention(config: Config, _family: _DecoderFamily) -> Iterator[_ModelPart]:
-    """Yield DeepSeek's attention, whose queries, keys and values come from narrow vectors."""
     hidden, heads = int(config["hidden_size"]), int(config["num_attention_heads"])
     rope, nope = int(config["qk_rope_head_dim"]), int(config["qk_nope_head_dim"])
     value, narrow = int(config["v_head_dim"]), int(config["kv_lora_rank"])
@@ -293,7 +292,6 @@ def _describe_gated_mlp(
 
 
 def _describe_experts(config: Config, family: _DecoderFamily) -> Iterator[_ModelPart]:
-    """Yield a mixture of experts: the router, the routed experts and the shared ones."""
     kind, hidden = config["model_type"], int(config["hidden_size"])
     experts, chosen = _count_experts(config), int(config["num_experts_per_tok"])
     inner = int(config.get("moe_intermediate_size", 0) or config["intermediate_size"])
@@ -342,7 +340,7 @@ def _list_biased(name: str, shape: tuple[int, int], outputs: int) -> tuple[Param
 
 def _list_layer_norm(name: str, hidden: int) -> tuple[Parameter, Parameter]:
     parts = ("weight", "bias")
-    weight, bias = (Parameter(f"{name}.{each}", (hidden,), is_cut=False) for each in parts)
+    weight, bias = (Parameter(f"{name}.{part}", (hidden,), is_cut=False) for part in parts)
     return weight, bias
 
 

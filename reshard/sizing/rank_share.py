@@ -28,7 +28,6 @@ class RankShare:
         recomputed_bytes: what it saves if every block is recomputed in the backward pass.
         autocast_bytes: what it saves beside that under autocast of float32 parameters.
         recomputed_autocast_bytes: the same if every block is recomputed.
-        has_head: whether the rank computes logits.
     """
 
     trained: int
@@ -41,7 +40,6 @@ class RankShare:
     recomputed_bytes: int
     autocast_bytes: int = 0
     recomputed_autocast_bytes: int = 0
-    has_head: bool = True
 
     @property
     def numel(self) -> int:
@@ -62,17 +60,17 @@ def take_share(model: ModelSizes, training: Training) -> RankShare:
     """
     stages = _list_stages(model, training)
     shares = [_count_stage(model, training, stage) for stage in stages]
-    if not any(each.trainable for each in shares):
+    if not any(share.trainable for share in shares):
         raise _explain_untrained(model, training)
-    share = max(shares, key=lambda each: (each.numel, each.has_head))
+    share = max(shares, key=lambda share: share.numel)
     if training.pp > 1:  # a first stage keeps the activations of as many micro batches as stages
         return replace(
             share,
-            saved_bytes=training.pp * max(each.saved_bytes for each in shares),
-            recomputed_bytes=training.pp * max(each.recomputed_bytes for each in shares),
-            autocast_bytes=training.pp * max(each.autocast_bytes for each in shares),
+            saved_bytes=training.pp * max(share.saved_bytes for share in shares),
+            recomputed_bytes=training.pp * max(share.recomputed_bytes for share in shares),
+            autocast_bytes=training.pp * max(share.autocast_bytes for share in shares),
             recomputed_autocast_bytes=training.pp
-            * max(each.recomputed_autocast_bytes for each in shares),
+            * max(share.recomputed_autocast_bytes for share in shares),
         )
     return share
 
@@ -95,8 +93,6 @@ def _explain_untrained(model: ModelSizes, training: Training) -> UsageError:
 
 @dataclass(frozen=True, slots=True)
 class _PipelineStage:
-    """The blocks of a pipeline stage, and whether it has the embedding or the output layer."""
-
     blocks: Sequence[BlockSizes]
     is_first: bool
     is_last: bool
@@ -122,12 +118,12 @@ def _count_stage(model: ModelSizes, training: Training, stage: _PipelineStage) -
     if stage.is_last:
         outer += [(tensor.name, tensor) for tensor in model.after]
         outer += _list_tied(model, stage)
-    inner = [each for block in stage.blocks for each in block.named_tensors()]
+    inner = [named for block in stage.blocks for named in block.named_tensors()]
     counts = dict.fromkeys(((e, t) for e in (False, True) for t in (False, True)), 0)
     for name, tensor in [*outer, *inner]:
         is_trained = not _is_frozen(name, model, training)
         counts[tensor.is_expert, is_trained] += _count_elements(tensor, training)
-    counts[False, True] += sum(_count_adapters(each, training) for _, each in inner)
+    counts[False, True] += sum(_count_adapters(tensor, training) for _, tensor in inner)
     saved, recomputed = _count_saved(model, training, stage)
     return RankShare(
         counts[False, True],
@@ -141,12 +137,10 @@ def _count_stage(model: ModelSizes, training: Training, stage: _PipelineStage) -
         saved,
         recomputed,
         *_count_autocast(model, training, len(stage.blocks)),
-        has_head=stage.is_last,
     )
 
 
 def _list_tied(model: ModelSizes, stage: _PipelineStage) -> list[tuple[str, Parameter]]:
-    """Return the copy of a tied embedding that the last of several stages holds."""
     has_head = any(tensor.name.endswith("lm_head.weight") for tensor in model.after)
     if stage.is_first or has_head or not model.before:
         return []
@@ -166,7 +160,6 @@ def _count_elements(tensor: Parameter, training: Training) -> int:
 
 
 def _count_adapters(tensor: Parameter, training: Training) -> int:
-    """Return the elements of the LoRA adapter of a matrix; 0 if it has none."""
     if not training.lora_rank or len(tensor.shape) != 2 or tensor.is_expert or not tensor.is_cut:
         return 0
     module = tensor.name.removesuffix(".weight")
@@ -191,10 +184,7 @@ def _count_autocast(model: ModelSizes, training: Training, blocks: int) -> tuple
 
 
 def _count_saved(model: ModelSizes, training: Training, stage: _PipelineStage) -> tuple[int, int]:
-    """Return the bytes that are saved, and those with recomputation of every block.
-
-    With recomputation a block saves its input only, and one block at a time saves everything.
-    """
+    """With recomputation a block saves its input only, and one block at a time saves everything."""
     size, tokens = training.itemsize, training.tokens
     every = [b.saved.count_bytes(size, training.seq_len, training.tp) for b in stage.blocks]
     outer = model.saved.count_bytes(size, training.seq_len, training.tp) if stage.is_last else 0

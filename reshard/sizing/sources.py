@@ -64,10 +64,7 @@ def find_config(model: str) -> Path | None:
 
 
 def _find_cached(model: str) -> Path:
-    """Return the config.json of a model in Hugging Face's cache.
-
-    The directories are those of huggingface_hub 1.x (``constants.py``, ``file_download.py``).
-    """
+    # The directories are those of huggingface_hub 1.x (``constants.py``, ``file_download.py``).
     base = as_path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser()
     home = as_path(os.environ.get("HF_HOME") or str(base / "huggingface")).expanduser()
     cache = as_path(os.environ.get("HF_HUB_CACHE") or str(home / "hub")).expanduser()
@@ -134,11 +131,8 @@ def count_parameters(text: str) -> ModelSizes:
 
 
 def _list_matrices(numel: int, hidden: int) -> tuple[Parameter, ...]:
-    """Return the matrices of a Llama's block of a given size, and a vector of what remains.
-
-    Four matrices of attention have h x h elements each, three of the MLP h x 8/3 h: together 12 of
-    h x h. The rows are fewer or more than h if the block has another size.
-    """
+    # Four matrices of attention have h x h elements each, three of the MLP h x 8/3 h: together 12
+    # of h x h. The rows are fewer or more than h if the block has another size.
     rows = numel // (12 * hidden)
     inner = 8 * rows // 3
     shapes = {
@@ -148,11 +142,10 @@ def _list_matrices(numel: int, hidden: int) -> tuple[Parameter, ...]:
         "mlp.down_proj.weight": (hidden, inner),
     }
     matrices = tuple(Parameter(name, shape) for name, shape in shapes.items() if rows)
-    return (*matrices, Parameter("others", (numel - sum(each.numel for each in matrices),)))
+    return (*matrices, Parameter("others", (numel - sum(matrix.numel for matrix in matrices),)))
 
 
 def _build(model: str, config: Mapping[str, Any] | None = None) -> ModelSizes:
-    """Count a model that transformers or the user's code builds on the meta device."""
     from reshard.model import describe
 
     shapes = describe(model)
@@ -182,8 +175,8 @@ def count_shapes(
     saved = {_read_number(block.name): block.saved for block in known.blocks} if known else {}
     if known is not None and sorted(saved) == sorted(map(_read_number, blocks)):
         built = [
-            BlockSizes(name, tuple(each), saved[_read_number(name)])
-            for name, each in blocks.items()
+            BlockSizes(name, tuple(members), saved[_read_number(name)])
+            for name, members in blocks.items()
         ]
         outer, hidden, vocab = known.saved, known.hidden, known.vocab
         positions, block_class = known.positions, known.block_class
@@ -210,7 +203,6 @@ def count_shapes(
 
 
 def _read_number(block: str) -> int:
-    """Return the number at the end of the name of a block; -1 if it has none."""
     return int(block.rpartition(".")[2] or -1)
 
 
@@ -230,10 +222,7 @@ def _try_formula(config: Mapping[str, Any] | None, source: str) -> ModelSizes | 
 def _group_into_blocks(
     shapes: Mapping[str, Index],
 ) -> tuple[list[Parameter], dict[str, list[Parameter]], list[Parameter]]:
-    """Return the tensors before the blocks, those of each block, and those after the blocks.
-
-    A block is a module whose name ends in a number, at the highest level that has one.
-    """
+    # A block is a module whose name ends in a number, at the highest level that has one.
     before: list[Parameter] = []
     after: list[Parameter] = []
     blocks: dict[str, list[Parameter]] = {}
@@ -250,10 +239,7 @@ def _group_into_blocks(
 
 
 def _estimate_saved(tensors: list[Parameter], chosen: int) -> Saved:
-    """Estimate what a block saves: the input and the output of each matrix, and norms.
-
-    A layer norm saves its input; an RMS norm, which has no bias, saves a float32 copy, too.
-    """
+    # A layer norm saves its input; an RMS norm, which has no bias, saves a float32 copy, too.
     names = {tensor.name for tensor in tensors}
     norms = Saved()
     for tensor in tensors:
@@ -271,7 +257,6 @@ def _estimate_saved(tensors: list[Parameter], chosen: int) -> Saved:
 
 
 def _guess_widths(outer: list[Parameter], shapes: Mapping[str, Index]) -> tuple[int, int]:
-    """Return the width of the residual stream and the size of the vocabulary."""
     tables = [t.shape for t in outer if len(t.shape) == 2] or [
         shape for shape in shapes.values() if len(shape) == 2
     ]

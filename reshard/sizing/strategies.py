@@ -163,11 +163,9 @@ def forecast_one(
     states = _count_states(strategy, share, training, shards)
     gathered, buckets = _count_buffers(strategy, share, training, shards)
     autocast = strategy.stage == 0 and strategy.framework == "torch"
-    logits = 0
-    if share.has_head:
-        # 16-bit logits; log-softmax, its gradient and that of its input in float32.
-        each = training.itemsize + 12
-        logits = training.tokens * each * -(-model.vocab // training.tp)
+    # 16-bit logits; log-softmax, its gradient and that of its input in float32. The stage that
+    # computes them can need more than the one with more parameters.
+    logits = training.tokens * (training.itemsize + 12) * -(-model.vocab // training.tp)
     row = StrategyForecast(
         strategy=strategy,
         **states,
@@ -195,7 +193,6 @@ def _divide(share: RankShare, training: Training, ranks: int, *, trained: bool) 
 def _count_states(
     strategy: Strategy, share: RankShare, training: Training, shards: int
 ) -> dict[str, int]:
-    """Return the bytes of parameters, gradients, masters and moments, without offload."""
     size, stage = training.itemsize, strategy.stage
     gradient = training.gradient_bytes or size
     master = 4  # DeepSpeed partitions a copy of float32 parameters, too
@@ -215,7 +212,6 @@ def _count_states(
 def _count_buffers(
     strategy: Strategy, share: RankShare, training: Training, shards: int
 ) -> tuple[int, int]:
-    """Return the bytes of gathered parameters and of communication buckets."""
     size = training.itemsize
     if strategy.stage == 3 and strategy.framework == "torch":
         # The root stays gathered in the forward pass; the next block is gathered ahead. In the
@@ -259,7 +255,6 @@ def _offload(
 
 
 def _count_disk(strategy: Strategy, model: ModelSizes, share: RankShare, training: Training) -> int:
-    """Return the bytes of a checkpoint of all ranks, without files of a few kilobytes."""
     total = sum(tensor.numel for _, tensor in model.named_tensors())
     trained = total if not training.lora_rank else share.trained
     if share.frozen and not training.lora_rank:
@@ -274,10 +269,7 @@ def _count_disk(strategy: Strategy, model: ModelSizes, share: RankShare, trainin
 def _count_sent(
     strategy: Strategy, share: RankShare, training: Training, shards: int, cluster: Cluster
 ) -> int:
-    """Return the bytes that a GPU sends in a step between data-parallel ranks.
-
-    A ring of N ranks sends (N - 1) / N of what is gathered or scattered (ZeRO, section 7).
-    """
+    # A ring of N ranks sends (N - 1) / N of what is gathered or scattered (ZeRO, section 7).
     times = count_accumulation(cluster, training)
     size, ranks = training.itemsize, count_data_ranks(cluster, training)
     gradient = 4 if strategy.framework == "torch" else training.gradient_bytes or size

@@ -95,7 +95,6 @@ def _name_lacks(row: StrategyForecast, cluster: Cluster) -> str:
 
 
 def _measure_excess(row: StrategyForecast, cluster: Cluster) -> float:
-    """Return how much of a GPU and of a host a row needs beyond all of it, as a ratio."""
     host = row.host / cluster.host_bytes if cluster.host_bytes else 0.0
     gpu = row.count_total(checkpointing=True) / cluster.gpu_bytes
     return max(gpu - 1, 0.0) + max(host - 1, 0.0)
@@ -124,7 +123,7 @@ def choose_named(rows: Sequence[StrategyForecast], name: str, cluster: Cluster) 
     """
     row = next((row for row in rows if row.strategy.name == name), None)
     if row is None:
-        strategy = next(each for each in STRATEGIES if each.name == name)
+        strategy = next(strategy for strategy in STRATEGIES if strategy.name == name)
         raise UsageError(
             f"--strategy {name}",
             "needs several nodes, each with more than one data-parallel rank"
@@ -146,7 +145,7 @@ def advise(model: ModelSizes, cluster: Cluster, training: Training, choice: Choi
     """
     if choice.row.list_lacks(cluster, checkpointing=choice.checkpointing) == ["host"]:
         return []
-    return [each for each in _list_advice(model, cluster, training, choice) if each.saved > 0]
+    return [advice for advice in _list_advice(model, cluster, training, choice) if advice.saved > 0]
 
 
 def _list_advice(

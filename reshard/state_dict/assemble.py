@@ -58,7 +58,7 @@ from reshard.state_dict.tree import (
 from reshard.system.files import SourceFiles
 from reshard.system.optional import MissingModuleError
 from reshard.training.optimizers import SETTINGS
-from reshard.units import some
+from reshard.units import abridge
 
 ANOTHER = "another state dict"  # of a model that is not read, in `Manifest.unread`
 # The beginning of a note, which `formats.pytorch.torchtune` takes back.
@@ -162,11 +162,8 @@ def build_manifest(
 
 
 def _may_be_ddp(origin: Origin, weights: Iterable[GlobalTensor]) -> bool:
-    """Return whether DDP may have wrapped the model that was saved.
-
-    DDP cannot wrap a model whose parameters are DTensors on an axis that shards them. DCP does not
-    store axes, and may be Megatron FSDP's, whose wrapper has the name of DDP's.
-    """
+    # DDP cannot wrap a model whose parameters are DTensors on an axis that shards them. DCP does
+    # not store axes, and may be Megatron FSDP's, whose wrapper has the name of DDP's.
     if not origin.facts.wraps_ddp:
         return False
     sharded = {axis for tensor in weights for axis, dim in tensor.placement if dim is not None}
@@ -176,12 +173,9 @@ def _may_be_ddp(origin: Origin, weights: Iterable[GlobalTensor]) -> bool:
 def _name_as_trained(
     entries: Mapping[str, Entry], read: Sequence[ParsedOptimizer]
 ) -> dict[str, Entry]:
-    """Return an adapter's weights with the names that the optimizer has for them, and in its order.
-
-    The order of PEFT's files is not the model's: they have whole trained modules after all the
-    matrices. The param groups of the optimizer list the names in the model's order. The result is
-    empty for other weights.
-    """
+    # The order of PEFT's files is not the model's: they have whole trained modules after all the
+    # matrices. The param groups of the optimizer list the names in the model's order. The result is
+    # empty for other weights.
     trained = [fqn for one in read for group in one.groups for fqn in group.fqns]
     names = find_trained_names(entries, trained)
     position = {fqn: number for number, fqn in enumerate(trained)}
@@ -194,12 +188,9 @@ def _name_as_trained(
 def _add_step_claims(
     files: Mapping[str, SourceFile], read: Sequence[ParsedOptimizer]
 ) -> dict[str, SourceFile]:
-    """Add the claim about the optimizer step that each file makes by its step counters.
-
-    DCP stores the counter of each parameter in the file of one rank. A file whose counters all
-    agree states a step; one counter alone says nothing, because a parameter may be trained less
-    often than the others.
-    """
+    # DCP stores the counter of each parameter in the file of one rank. A file whose counters all
+    # agree states a step; one counter alone says nothing, because a parameter may be trained less
+    # often than the others.
     counted: dict[str, list[float]] = defaultdict(list)
     for one in read:
         for fqn, path in one.step_files.items():
@@ -213,7 +204,6 @@ def _add_step_claims(
 
 
 def _build_train_state(parts: sections.Sections, read: Sequence[ParsedOptimizer]) -> TrainState:
-    """Collect everything that is neither a tensor of the model nor of an optimizer."""
     steps = {fqn: step for one in read for fqn, step in one.steps.items()}
     other = {fqn: value for one in read for fqn, value in one.non_tensor_state.items()}
     step, opaque = _resolve_step(parts, steps)
@@ -239,8 +229,7 @@ def _find_frozen(
     train: TrainState, entries: Iterable[Entry], weights: Mapping[str, Entry]
 ) -> frozenset[str]:
     stated = {entry.fqn for entry in entries if entry.kind not in (PARAM, BUFFER)}
-    named = {fqn for group in train.param_groups for fqn in group.fqns}
-    idle = named - stated - train.non_tensor_state.keys()
+    idle = train.group_of.keys() - stated - train.non_tensor_state.keys()
     unstated = (fqn for fqn in idle if fqn in weights and weights[fqn].kind == PARAM)
     # An optimizer without any state has not made a step yet: then nothing shows what is frozen.
     return frozenset(unstated) if stated else frozenset()
@@ -249,7 +238,6 @@ def _find_frozen(
 def _resolve_step(
     parts: sections.Sections, steps: Mapping[str, float]
 ) -> tuple[int | None, dict[str, Any]]:
-    """Return the run's step, and Accelerate's own count if it differs."""
     if parts.accumulated is None:
         return parts.step, {}
     # Accelerate counts micro batches of one epoch; the optimizer's own count gives the updates.
@@ -260,7 +248,6 @@ def _resolve_step(
 
 
 def _refuse_mixed(parsed: ParsedTree) -> None:
-    """Refuse ranks whose counters differ: they did not save together."""
     for path in parsed.differing:
         if not path:
             raise CorruptError(parsed.where, "the ranks' files have different contents", MIXED)
@@ -275,10 +262,7 @@ def _refuse_mixed(parsed: ParsedTree) -> None:
 
 
 def _is_setting(path: Sequence[Any]) -> bool:
-    """Return whether a path is that of a setting of a param group, equal on all ranks.
-
-    Other numbers may be those that a rank's optimizer computes from its own part.
-    """
+    # Other numbers may be those that a rank's optimizer computes from its own part.
     names = [name for part in path for name in str(part).split(".")]
     return "param_groups" in names and not SETTINGS.isdisjoint(names)
 
@@ -289,11 +273,8 @@ def _resolve_model(
     model_hint: ModelHint | None,
     nearby: ModelHint | None,
 ) -> tuple[ModelShapes | None, list[str]]:
-    """Return the model that the user named, or the nearby one where files leave something open.
-
-    Weights in the model's published form (HF Trainer's) are brought into the form in memory, to
-    which names and numbers in the optimizer refer.
-    """
+    # Weights in the model's published form (HF Trainer's) are brought into the form in memory, to
+    # which names and numbers in the optimizer refer.
     optimized = _collect_optimized(parts)
     prefixes = [
         prefix for key in parts.model if (prefix := flat_params.parse_prefix(key)) is not None
@@ -338,7 +319,16 @@ def _resolve_model(
                 FETCH_MISSING,
             )
         return None, [f"{nearby.model} describes another model: {mismatch}"]
-    return model, [f"the names and the order of parameters are taken from {nearby.model}"]
+    return model, [_describe_nearby(nearby.model, numbered=numbered, is_live=bool(is_live))]
+
+
+def _describe_nearby(model: str, *, numbered: bool, is_live: bool) -> str:
+    text = f"names and order of parameters are taken from {model}"
+    if numbered:
+        text += ", because the optimizer counts its parameters"
+    if not is_live:
+        text += "; if the run trained another model, pass --model"
+    return text
 
 
 def _collect_optimized(parts: sections.Sections) -> set[str]:
@@ -354,11 +344,8 @@ def _restore_form(
 
 
 def _name_as_wrapped(model: ModelShapes, state: Mapping[str, Any]) -> ModelShapes:
-    """Return the model with the names that a state dict has for it.
-
-    The state dict of a wrapped model has prefixes in its names, those of DDP (``module.``) and
-    ``torch.compile`` (``_orig_mod.``) among them.
-    """
+    # The state dict of a wrapped model has prefixes in its names, those of DDP (``module.``) and
+    # ``torch.compile`` (``_orig_mod.``) among them.
     wrapped = {bare: fqn for fqn, bare in strip_wrappers(state).items() if bare != fqn}
     if not wrapped:
         return model
@@ -369,7 +356,6 @@ def _name_as_wrapped(model: ModelShapes, state: Mapping[str, Any]) -> ModelShape
 
 
 def _describe_mismatch(model: ModelShapes, state: Mapping[str, Any]) -> str:
-    """Describe how a model and a state dict differ; return an empty text if they agree."""
     tensors = {fqn: as_global(leaf) for fqn, leaf in state.items()}
     for fqn, shape in model.parameters.items():
         names = [fqn, *(alias for alias, kept in model.tied.items() if kept == fqn)]
@@ -407,10 +393,8 @@ def _resolve_flat_params(
 def _sort_weights(
     weights: Mapping[str, GlobalTensor], model: ModelShapes
 ) -> dict[str, GlobalTensor]:
-    """Return the weights in the order of the model.
-
-    Others, such as buffers, come at the end, or stay in their places if the order is right already.
-    """
+    # Weights that are not parameters, such as buffers, come at the end, or stay in their places if
+    # the order is right already.
     position = {fqn: index for index, fqn in enumerate(model.parameters)}
     found = [position[fqn] for fqn in weights if fqn in position]
     if found == sorted(found):
@@ -421,7 +405,6 @@ def _sort_weights(
 def _resolve_weights(
     state: Mapping[str, Any], parsed: ParsedTree, model: ModelShapes | None
 ) -> dict[str, GlobalTensor]:
-    """Return every tensor of the model's state dict with its global shape."""
     weights = {}
     for fqn, leaf in state.items():
         tensor = as_global(leaf)
@@ -433,7 +416,8 @@ def _resolve_weights(
                 next(iter(leaf.pieces.values())).file,
                 f"{fqn!r} has different shapes on different ranks ({sorted(leaf.shapes())}), and no"
                 " file states how they fit together",
-                "the files belong to model-parallel ranks, or to different runs",
+                "if they are parts of one tensor, state the cut with --rules FILE; else the files"
+                " belong to different runs",
             )
         weights[fqn] = tensor
     return weights
@@ -442,7 +426,6 @@ def _resolve_weights(
 def _build_weight_entries(
     weights: Mapping[str, GlobalTensor],
 ) -> tuple[dict[str, Entry], dict[str, str]]:
-    """Build one entry for each weight, and map names of the same bytes to the first of them."""
     first: dict[tuple[Chunk, ...], str] = {}
     tied: dict[str, str] = {}
     entries = {}
@@ -453,7 +436,7 @@ def _build_weight_entries(
         if kept != fqn:
             tied[fqn] = kept
         else:
-            entries[fqn] = Entry(fqn, PARAM, tensor.dtype, tensor.shape, tensor.chunks)
+            entries[fqn] = tensor.make_entry(fqn, PARAM)
     return entries, tied
 
 
@@ -464,10 +447,6 @@ def _mark_buffers(
     parsed: ParsedTree,
     model: ModelShapes | None,
 ) -> tuple[dict[str, Entry], bool]:
-    """Mark the entries that the model, the sharding or their names show to be buffers.
-
-    Also return whether all other entries are parameters.
-    """
     if model is not None:
         buffers, all_marked = set(model.buffers), True
     else:
@@ -484,11 +463,7 @@ def _mark_buffers(
 
 
 def _find_stray_tensors(parts: sections.Sections, kept: Container[str] = ()) -> list[str]:
-    """Return the names of tensors outside every model and optimizer, except random states.
-
-    Args:
-        kept: names of values that a target can write again, tensors included.
-    """
+    # ``kept``: names of values that a target can write again, tensors included.
     return [
         name
         for path, value in parts.client.items()
@@ -500,21 +475,20 @@ def _find_stray_tensors(parts: sections.Sections, kept: Container[str] = ()) -> 
 def _collect_notes(
     parts: sections.Sections, parsed: ParsedTree, read: Iterable[ParsedOptimizer], names: set[str]
 ) -> Iterable[str]:
-    """Yield notes for the user about values that were chosen or left out."""
     for one in read:
         yield from one.notes
     unknown = sorted({entry.fqn for one in read for entry in one.entries} - names)
     if unknown:
-        shown = some(unknown, _LISTED)
+        shown = abridge(unknown, _LISTED)
         held = any(entry.fqn in names for one in read for entry in one.entries)
-        why = "" if held else f" (the weights have other names: {some(sorted(names), 2)})"
+        why = "" if held else f" (the weights have other names: {abridge(sorted(names), 2)})"
         yield f"{NOT_AMONG_WEIGHTS}: {shown}{why}"
     if parts.other_models:
-        shown = some([*parts.other_models], _LISTED)
+        shown = abridge([*parts.other_models], _LISTED)
         yield f"the checkpoint has other state dicts, which --key NAME selects: {shown}"
     strays = _find_stray_tensors(parts)
     if strays:
-        yield f"tensors outside the model, which merge leaves out: {some(strays, _LISTED)}"
+        yield f"tensors outside the model, which merge leaves out: {abridge(strays, _LISTED)}"
     rng = sections.RNG
     differing = [
         path
@@ -522,5 +496,5 @@ def _collect_notes(
         if not any(rng.search(str(part)) or part == shard_metadata.KEY for part in path)
     ]
     if differing:
-        shown = some([format_path(path) for path in differing], _LISTED)
+        shown = abridge([format_path(path) for path in differing], _LISTED)
         yield f"the ranks saved different values of {shown}: the first rank's are used"

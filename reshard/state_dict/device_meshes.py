@@ -72,12 +72,9 @@ def read_device_mesh(call: Call) -> DeviceMesh:
 
 
 def _read_ranks(call: Call) -> Sequence[int] | None:
-    """Return the ranks of the whole run; None before torch 2.10.
-
-    The pickle has the list's values, but of the tensor only its size: then they count from 0.
-    """
+    # The pickle has the list's values, but of the tensor only its size: then they count from 0.
     ranks, tensor = call.get("_flatten_rank_map"), call.get("_rank_map")
-    if isinstance(ranks, (tuple, list)) and all(type(each) is int for each in ranks):
+    if isinstance(ranks, (tuple, list)) and all(type(rank) is int for rank in ranks):
         return tuple(ranks)
     return range(prod(tensor.shape)) if isinstance(tensor, Tensor) else None
 
@@ -110,10 +107,7 @@ def _as_extents(numbers: Any) -> Index:
 def _find_disordered(
     mesh: Call, axes: Sequence[tuple[Index, Index]], coordinate: Index | None
 ) -> Iterator[Index]:
-    """Yield for each axis the ranks along it, in the order of the mesh; none if they ascend.
-
-    Process groups have their ranks in ascending order unless ``_preserve_rank_order`` is set.
-    """
+    # Process groups have their ranks in ascending order unless ``_preserve_rank_order`` is set.
     # Before torch 2.10 the list has the ranks of this mesh; since then it has those of its root.
     ranks = mesh.get("_flatten_rank_map") or mesh.get("_flatten_mesh_list") or ()
     ordered = mesh.get("_preserve_rank_order") is True or _ascends(ranks)
@@ -123,10 +117,10 @@ def _find_disordered(
     if prod(prod(extents) for extents, _ in axes) > len(ranks):
         raise ValueError(f"a mesh with more ranks than the {len(ranks)} that it lists")
     offsets = [_compute_offsets(*axis) for axis in axes]
-    own = [each[at] for each, at in zip(offsets, coordinate, strict=True)]
+    own = [steps[at] for steps, at in zip(offsets, coordinate, strict=True)]
     position = ranks.index(mesh.get("_rank")) if mesh.get("_layout") else sum(own)
-    for each, at in zip(offsets, own, strict=True):
-        line = tuple(ranks[position - at + offset] for offset in each)
+    for steps, at in zip(offsets, own, strict=True):
+        line = tuple(ranks[position - at + offset] for offset in steps)
         yield () if _ascends(line) else line
 
 
@@ -137,7 +131,7 @@ def _compute_offsets(extents: Index, steps: Index) -> list[int]:
     [0, 1, 2, 12, 13, 14]
     """
     terms = [range(0, n * step, step) for n, step in zip(extents, steps, strict=True) if n > 1]
-    return [sum(each) for each in product(*terms)]
+    return [sum(parts) for parts in product(*terms)]
 
 
 def _ascends(ranks: Index) -> bool:

@@ -24,7 +24,7 @@ from reshard.layouts.partition import Member, build_flat_chunks, run_chunks
 from reshard.model import ModelShapes
 from reshard.state_dict.global_tensor import GlobalTensor
 from reshard.state_dict.tree import LocalTensors
-from reshard.units import some
+from reshard.units import abridge
 
 KEY = "_flat_param"
 _HINT = (
@@ -77,11 +77,6 @@ def resolve(
         state: every rank's LOCAL_STATE_DICT, joined.
         model: the model that was wrapped, with its units, where the user named it.
         shapes: the shapes of parameters in an optimizer that is saved by fqn.
-
-    Raises:
-        UnsupportedError: nothing states which parameters a flat parameter contains, or which part
-            of it a rank holds.
-        CorruptError: the given parameters do not fill it.
     """
     flats = _collect_flats(state, where)
     rest = {key: value for key, value in state.items() if parse_prefix(key) is None}
@@ -104,10 +99,7 @@ def resolve(
 
 
 def _refuse_lone_slices(rest: Mapping[str, Any], known: Mapping[str, Index], where: str) -> None:
-    """Refuse parameters of which there is only one rank's slice beside the flat parameters.
-
-    With ``use_orig_params=True``, ranks have slices under the same names, of which DCP saves one.
-    """
+    # With ``use_orig_params=True``, ranks have slices under the same names, of which DCP saves one.
     sliced = [
         fqn
         for fqn, value in rest.items()
@@ -117,7 +109,7 @@ def _refuse_lone_slices(rest: Mapping[str, Any], known: Mapping[str, Index], whe
     if sliced:
         raise UnsupportedError(
             where,
-            f"contains one rank's slice of {some(sliced)}: it is a LOCAL_STATE_DICT of"
+            f"contains one rank's slice of {abridge(sliced)}: it is a LOCAL_STATE_DICT of"
             " use_orig_params=True, of which DCP saves a part",
             "save a SHARDED_STATE_DICT, which FSDP can load, too",
         )
@@ -144,11 +136,8 @@ def find_ignored(
 
 
 def _collect_flats(state: Mapping[str, Any], where: str) -> dict[str, GlobalTensor]:
-    """Return the flat parameters of a state dict by the module to which they belong.
-
-    FSDP's state dict has each as a ShardedTensor, which states the rank's part of it. The tensors
-    of ``named_parameters`` are plain.
-    """
+    # FSDP's state dict has each as a ShardedTensor, which states the rank's part of it. The tensors
+    # of ``named_parameters`` are plain.
     flats = {}
     for key, value in state.items():
         prefix = parse_prefix(key)
@@ -176,18 +165,13 @@ class _ShardOrigins:
                 self._shards.setdefault(chunk.file, []).append(shard)
 
     def find(self, chunk: Chunk) -> int | None:
-        """Return the first flat element of the shard that contains a slice."""
         start, stop = chunk.byte_span
         shards = self._shards.get(chunk.file, ())
         return next((origin for a, b, origin in shards if a <= start and stop <= b), None)
 
     def contains(self, value: Any, is_parameter: bool) -> bool:
-        """Return whether ranks' plain 1-d tensors are slices of the flat shards in their files.
-
-        Args:
-            is_parameter: whether the tensor is known to be a parameter. If it has no elements,
-                nothing else distinguishes it from a buffer.
-        """
+        # Without elements, only its name distinguishes a parameter (``is_parameter``) from a
+        # buffer.
         if not isinstance(value, LocalTensors) or any(len(shape) != 1 for shape in value.shapes()):
             return False
         slices = [chunk for chunk in value.pieces.values() if chunk.box.volume]
@@ -254,11 +238,7 @@ def _resolve_unit(
     ignored: Container[str],
     where: str,
 ) -> FlatUnit:
-    """Find the members of one flat parameter.
-
-    Args:
-        ignored: the parameters that are stored by themselves (``ignored_modules`` of FSDP).
-    """
+    # ``ignored``: the parameters that are stored by themselves (``ignored_modules`` of FSDP).
     total = prod(flat.shape)
     given = {unit.prefix: unit for unit in model.units} if model else {}
     if model and given:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from reshard.core.box import Index
 from reshard.core.chunks import Chunk
 from reshard.core.dtypes import DType
-from reshard.core.manifest import Placement
+from reshard.core.manifest import Entry, Placement
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,3 +26,7 @@ class GlobalTensor:
     device: str = ""
     placement: Placement = ()
     division: str = ""
+
+    def make_entry(self, fqn: str, kind: str) -> Entry:
+        """Return the tensor as a manifest's entry."""
+        return Entry(fqn, kind, self.dtype, self.shape, self.chunks)

@@ -17,7 +17,7 @@ from reshard.containers.torch_objects import StoredBuffer, Tensor, is_wrapped
 from reshard.errors import IncompleteError, UnsupportedError
 from reshard.state_dict.global_tensor import GlobalTensor
 from reshard.state_dict.tree import LocalTensors, is_tensor
-from reshard.units import counted, some
+from reshard.units import abridge, counted
 
 _CONTAINERS = (dict, list, tuple)
 _PARAMETERS = ("weight", "bias")  # what most modules of torch.nn call theirs
@@ -52,7 +52,7 @@ def find_opaque(
         raise IncompleteError(
             where,
             f"{counted(len(hidden), 'tensor')} of the model would be left out, because modules"
-            f" store no weights in lists or dicts inside their state dict: {some(hidden)}",
+            f" store no weights in lists or dicts inside their state dict: {abridge(hidden)}",
             "save them under their own names, as Module.state_dict() does",
         )
     return kinds
@@ -78,7 +78,6 @@ def find_weights(value: Any, name: str) -> Iterator[str]:
 
 
 def _looks_like_weight(value: Any) -> bool:
-    """Return whether a value is a float tensor, or array, of more than one element."""
     # Integers and single values are usually counters or settings, which a report only names.
     if isinstance(value, LocalTensors):
         return any(
@@ -97,7 +96,6 @@ def _looks_like_weight(value: Any) -> bool:
 
 
 def _refuse_unreadable(where: object, name: str, value: Any) -> None:
-    """Refuse a weight that only its own class can compute, or of a dtype that torch lacks."""
     reason = numpy_arrays.find_obstacle(value)
     if reason:
         raise UnsupportedError(
@@ -120,11 +118,8 @@ def _refuse_unreadable(where: object, name: str, value: Any) -> None:
 
 
 def _is_parameter(name: str, value: Call) -> bool:
-    """Return whether an object of any class is stored in the place of a parameter or buffer.
-
-    The name of a module's tensor has the path of the module. Without one, the object may be a
-    script's own, beside the weights at the top level of a file.
-    """
+    # The name of a module's tensor has the path of the module. Without one, the object may be a
+    # script's own, beside the weights at the top level of a file.
     path, _, last = name.rpartition(".")
     return (
         is_wrapped(value)

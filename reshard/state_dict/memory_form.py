@@ -13,7 +13,7 @@ from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from reshard.core.manifest import PARAM, Entry, Manifest, Origin, index_entries
+from reshard.core.manifest import PARAM, Manifest, Origin, index_entries
 from reshard.model import ModelShapes
 from reshard.model.adapter_names import (
     DEFAULT,
@@ -80,7 +80,6 @@ def restore_adapter_form(
 
 
 def _is_of_adapters(state: Mapping[str, Any], parts: Sequence[AdapterPart]) -> bool:
-    """Return whether a state dict has only what PEFT saves, not the whole base model."""
     if not any(part.adapter for part in parts):
         return True
     others = state.keys() - {part.fqn for part in parts}
@@ -88,7 +87,6 @@ def _is_of_adapters(state: Mapping[str, Any], parts: Sequence[AdapterPart]) -> b
 
 
 def _order_by_base(names: Iterable[str], model: ModelShapes) -> list[str]:
-    """Return names in a model with adapters in its order; nothing if the base lacks one of them."""
     position = {fqn: number for number, fqn in enumerate(model.names or model.parameters)}
     places = {}
     for fqn in names:
@@ -109,11 +107,8 @@ def _order_by_base(names: Iterable[str], model: ModelShapes) -> list[str]:
 def _find_place(
     fqn: str, part: AdapterPart | None, known: Container[str]
 ) -> tuple[str, tuple[int, bool]]:
-    """Return the parameter of the base at or behind which a tensor is, and its rank there.
-
-    An adapted layer has its own parameters first, then the adapter's in the order of `METHODS`
-    (PEFT 0.21 ``tuners/*/layer.py``).
-    """
+    # An adapted layer has its own parameters first, then the adapter's in the order of `METHODS`
+    # (PEFT 0.21 ``tuners/*/layer.py``).
     if part is None or part.role == SAVED_MODULE:
         own = fqn if part is None else part.saved_as
         return strip_root(own.replace(".base_layer.", ".")), (0, False)
@@ -142,9 +137,7 @@ def restore_memory_form(state: Mapping[str, Any], model: ModelShapes) -> dict[st
     if published is None or not all(tensors.values()):
         return dict(state)
     entries = index_entries(
-        Entry(fqn, PARAM, tensor.dtype, tensor.shape, tensor.chunks)
-        for fqn, tensor in tensors.items()
-        if tensor is not None
+        tensor.make_entry(fqn, PARAM) for fqn, tensor in tensors.items() if tensor is not None
     )
     manifest = Manifest(Origin("state dict", model.source), entries, {}, ordered=False)
     if not published.fits(manifest):

@@ -45,10 +45,6 @@ def _is_changed(value: Any) -> bool:
 
 
 def _describe_tensors(copier: _Copier, value: Any, name: str) -> Any:
-    """Return a value with entries for its tensors, and calls for its containers of a class.
-
-    A value that has neither is not copied.
-    """
     replaced = (Tensor, DictObject, ListObject)
     is_plain = not any(isinstance(p, replaced) or is_tensor(p) for p in iterate_parts(value))
     return value if is_plain else copier.copy(value, name)
@@ -103,16 +99,14 @@ class _Copier:
         tensor = as_global(LocalTensors({0: value.chunk}) if isinstance(value, Tensor) else value)
         if tensor is None:
             return value
-        entry = Entry(name, TENSOR, tensor.dtype, tensor.shape, tensor.chunks)
+        entry = tensor.make_entry(name, TENSOR)
         return self._entries.setdefault(tensor.chunks, entry)
 
 
 def _describe_dict(call: Call, items: dict[Any, Any]) -> Call:
-    """Return a dict of a class as a call.
-
-    A defaultdict and a deque get their content as an argument, because torch.load with weights_only
-    adds items only to other containers (2.13 ``_weights_only_unpickler.py``, SETITEMS, APPENDS).
-    """
+    # A defaultdict and a deque get their content as an argument, because torch.load with
+    # weights_only adds items only to other containers (2.13 ``_weights_only_unpickler.py``,
+    # SETITEMS, APPENDS).
     if call.args:  # the factory of a defaultdict
         return replace(call, args=(*call.args, items))
     return replace(call, items=items)

@@ -55,7 +55,6 @@ def is_description(value: dict[Any, Any]) -> bool:
 
 
 def _is_count(value: dict[Any, Any]) -> bool:
-    """Return whether a dict is the count that replaces a part (see `_summarize`)."""
     return len(value) == 1 and all(k in _COUNTED and type(n) is int for k, n in value.items())
 
 
@@ -68,7 +67,6 @@ class _ValueConverter:
         self._long: set[int] = set()  # ids of long texts that were already converted once
 
     def convert(self, value: Any) -> Any:
-        """Convert a value; summarize it if it is too large, too deep or inside itself."""
         self._parts += 1
         if isinstance(value, str) and len(value) > _LONG:
             return self._convert_text(value)
@@ -83,7 +81,6 @@ class _ValueConverter:
             self._inside.discard(id(value))
 
     def _convert_text(self, value: str) -> Any:
-        """Convert a long text, which counts as several parts each time it is repeated."""
         if id(value) in self._long:
             self._parts += len(value) // _LONG
             return _summarize(value) if self._parts > _MAX_PARTS else value
@@ -132,7 +129,6 @@ def _convert_scalar(value: Any) -> Any:
 
 
 def _summarize(value: Any) -> dict[str, Any]:
-    """Return a short description of a part that is not shown: its class or its length."""
     if isinstance(value, Call):
         return {"class": value.name}
     return {type(value).__name__: len(value)}

@@ -7,8 +7,8 @@ identified by its structure; names decide only between several models.
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass, field, replace
 from math import prod
 from typing import Any
 
@@ -20,13 +20,14 @@ from reshard.state_dict import tree as trees
 from reshard.state_dict.global_tensor import GlobalTensor
 from reshard.state_dict.optimizers.states import MASTER_LISTS, add_masters, is_optimizer
 from reshard.state_dict.tree import (
+    LocalTensors,
     as_list,
     collect_tensors,
     format_path,
     is_tensor,
     walk,
 )
-from reshard.units import some
+from reshard.units import abridge
 
 Path = tuple[Any, ...]
 
@@ -37,8 +38,7 @@ _DEPTH = 3
 _LISTED = 8
 _WHOLE = (
     "pass the directory that contains all files of the checkpoint, its weights included. If the"
-    " weights are in a folder below it, as those of diffusers are (unet/, transformer/), pass that"
-    " folder to read the weights alone"
+    " weights are in a folder below it (unet/, transformer/), pass that folder to read them alone"
 )
 _DIGITS = re.compile(r"\d+")
 _NO_FLOATS = ("int", "bool")
@@ -54,6 +54,7 @@ _NAMED = {
     "skipped_steps": re.compile(r"skipped_steps"),
 }
 TRAINED = "current_model_state"  # where Lightning's WeightAveraging puts the model that it trains
+_AVERAGED = "_ema"  # how diffusers' examples name the average of ``unet``
 _COUNTERS = ("step", "samples", "skipped_steps")
 TRAIN_STATE = "train_state"  # the file in which reshard writes what is neither model nor optimizer
 _OF_FRAMEWORKS = (TRAIN_STATE, "meta")  # Lightning 2.6 calls its dict of counters ``meta``
@@ -88,12 +89,6 @@ def find(tree: Any, where: str, key: str | None = None) -> Sections:
 
     Args:
         key: the dotted path of the model, if the user chose one.
-
-    Raises:
-        UnrecognisedError: there is no model, or several and nothing decides between them.
-        UnsupportedError: a weight is not a plain tensor.
-        IncompleteError: the state dict has weights in lists or dicts, which nothing reads.
-        UsageError: there is no state dict at ``key``.
     """
     optimizers, masters = _add_masters(tree, _find_optimizers(tree))
     models = _find_models(tree, {*optimizers, *masters})
@@ -105,7 +100,7 @@ def find(tree: Any, where: str, key: str | None = None) -> Sections:
         else _choose_model(where, models, optimizers)
     )
     item = _get_item(tree, path)
-    model = models.get(path) or collect_tensors(item)
+    model = _cut_like_others(models.get(path) or collect_tensors(item), models.values())
     parts = Sections(model, path, optimizers, masters)
     parts.keys["model"] = format_path(path) or "the top level"
     if len(optimizers) == 1:
@@ -118,12 +113,42 @@ def find(tree: Any, where: str, key: str | None = None) -> Sections:
     return parts
 
 
-def _find_opaque(item: Any, where: str, path: Path, read: Collection[Path]) -> dict[str, str]:
-    """Return the values of the model's own dict that are not tensors and that nothing reads.
+def _cut_like_others(
+    model: Mapping[str, Any], others: Iterable[Mapping[str, Any]]
+) -> dict[str, Any]:
+    """Return a model whose plain tensors are cut like the sharded ones of the same names in others.
 
-    At the top level these include the rest of the checkpoint, which has names of its own: they are
-    only checked, not returned.
+    An average may be kept as the ranks' own parts (``to_local()``) beside DTensors.
     """
+    sharded = {
+        fqn: leaf
+        for other in others
+        for fqn, leaf in other.items()
+        if isinstance(leaf, GlobalTensor)
+    }
+    return {
+        fqn: _cut_like(leaf, sharded[fqn])
+        if fqn in sharded and isinstance(leaf, LocalTensors)
+        else leaf
+        for fqn, leaf in model.items()
+    }
+
+
+def _cut_like(local: LocalTensors, sharded: GlobalTensor) -> Any:
+    boxes = {chunk.file: chunk.box for chunk in sharded.chunks}
+    pieces = [piece for piece in local.pieces.values() if piece.box.volume]
+    has_same_shapes = all(
+        piece.file in boxes and boxes[piece.file].shape == piece.box.shape for piece in pieces
+    )
+    if len(boxes) < len(sharded.chunks) or not has_same_shapes:
+        return local
+    chunks = tuple(replace(piece, box=boxes[piece.file]) for piece in pieces)
+    return replace(sharded, dtype=pieces[0].dtype, chunks=chunks) if chunks else local
+
+
+def _find_opaque(item: Any, where: str, path: Path, read: Collection[Path]) -> dict[str, str]:
+    # At the top level these include the rest of the checkpoint, which has names of its own: they
+    # are only checked, not returned.
     if not isinstance(item, dict):
         return {}
     known = {key for key in item if any(at[: len(path) + 1] == (*path, key) for at in read)}
@@ -144,7 +169,6 @@ def _find_optimizers(tree: Any) -> dict[Path, Any]:
 def _add_masters(
     tree: Any, optimizers: Mapping[Path, Any]
 ) -> tuple[dict[Path, Any], frozenset[Path]]:
-    """Return the optimizers with the fp32 masters beside them, and the paths of these lists."""
     complete, taken = dict(optimizers), set()
     for path, optimizer in optimizers.items():
         above = _get_item(tree, path[:-1]) if path else {}
@@ -157,7 +181,6 @@ def _add_masters(
 
 
 def _find_models(tree: Any, optimizers: Collection[Path]) -> dict[Path, dict[str, Any]]:
-    """Return every dict with tensors that is neither an optimizer's nor a generator's state."""
     models = {}
     for path, node in walk(tree, _DEPTH):
         inside = any(path[: len(p)] == p for p in optimizers)
@@ -195,8 +218,10 @@ def _refuse_modules(tree: Any, where: str) -> None:
 def _choose_model(where: str, models: Mapping[Path, Any], optimizers: Mapping[Path, Any]) -> Path:
     preferred = [path for path in models if path and MODEL_KEYS.fullmatch(str(path[-1]))]
     scattered = [path for path, state in models.items() if trees.is_in_several_files(state)]
+    names = list_trained(map(format_path, models))
+    own = [path for path in models if format_path(path) in names]
     # A model in several files comes first: a merged copy of it may be beside the rank files.
-    for candidates in (scattered, preferred, list(models)):
+    for candidates in (scattered, preferred, own):
         if len(candidates) == 1:
             return candidates[0]
     sizes = {path: sum(map(_count_elements, state.values())) for path, state in models.items()}
@@ -214,11 +239,8 @@ def _choose_model(where: str, models: Mapping[Path, Any], optimizers: Mapping[Pa
 
 
 def _build_choice_error(where: str, models: Mapping[Path, Mapping[str, Any]]) -> UnrecognisedError:
-    """Return the error for several models, of which no name and no size selects one.
-
-    Models whose paths differ only in numbers may be the shards of one in an unknown layout, each of
-    which looks like a complete model.
-    """
+    # Models whose paths differ only in numbers may be the shards of one in an unknown layout, each
+    # of which looks like a complete model.
     named = [format_path(path) or "the top level" for path in models]
     found = ", ".join(named[:_LISTED]) + (" ..." if len(named) > _LISTED else "")
     key = next(format_path(path) for path in models if path)
@@ -237,7 +259,6 @@ def _build_choice_error(where: str, models: Mapping[Path, Mapping[str, Any]]) ->
 
 
 def _is_incidental(sizes: Mapping[Path, int], largest: Path) -> bool:
-    """Return whether the tensors at the top level are small values beside one model."""
     return len(sizes) == 2 and sizes[()] * _MIN_RATIO < sizes[largest]
 
 
@@ -269,10 +290,10 @@ def _resolve_key(tree: Any, where: str, key: str, models: Mapping[Path, Any]) ->
         path, node = (*path, keys[part]), node[keys[part]]
     if collect_tensors(node):
         return path
-    inside = [each for each in models if each[: len(path)] == path]
+    inside = [inner for inner in models if inner[: len(path)] == path]
     if len(inside) == 1:
         return inside[0]
-    known = some([format_path(each) for each in inside or models if each], _LISTED)
+    known = abridge([format_path(found) for found in inside or models if found], _LISTED)
     raise UsageError(
         f"--key {key}",
         f"the value in {where} is not a state dict",
@@ -280,13 +301,22 @@ def _resolve_key(tree: Any, where: str, key: str, models: Mapping[Path, Any]) ->
     )
 
 
-def is_average(parts: Sections) -> bool:
-    """Return whether the model is an average of the weights that the optimizer trains.
+def list_trained(models: Iterable[str]) -> list[str]:
+    """Return the names of several models without those of averages of others."""
+    names = list(models)
+    averages = {f"{name}{_AVERAGED}" for name in names}
+    return [name for name in names if name not in averages]
+
+
+def find_trained(parts: Sections) -> str:
+    """Return the name of the trained weights if the model is an average of them, else "".
 
     Lightning's callback WeightAveraging puts the average in place of the model (Lightning 2.6
     ``callbacks/weight_averaging.py``, ``on_save_checkpoint``).
     """
-    return parts.model_path == ("state_dict",) and TRAINED in parts.other_models
+    name = format_path(parts.model_path)
+    trained = TRAINED if name == "state_dict" else name.removesuffix(_AVERAGED)
+    return trained if trained in parts.other_models else ""
 
 
 def parse_number(path: Path) -> int:
@@ -325,7 +355,6 @@ def _classify(path: Path) -> str | None:
 
 
 def _has_named_sections(value: Any) -> bool:
-    """Return whether a dict has sections with known names, as Lightning's ``meta`` does."""
     return isinstance(value, dict) and any(_classify((key,)) for key in value)
 
 

@@ -101,11 +101,8 @@ def _read_xla(metadata: Any, where: str) -> dict[str, FlatUnit]:
 
 
 def _pad(unit: FlatUnit, numel: int, where: str) -> FlatUnit:
-    """Return a unit with the padding that torch_xla adds to it, up to ``numel`` elements.
-
-    Each rank's piece is a multiple of ``_shard_size_multiple`` elements, or of rows of the
-    parameter. The metadata do not state which.
-    """
+    # Each rank's piece is a multiple of ``_shard_size_multiple`` elements, or of rows of the
+    # parameter. The metadata do not state which.
     if numel < unit.numel:
         raise CorruptError(
             where,
@@ -119,12 +116,6 @@ def _pad(unit: FlatUnit, numel: int, where: str) -> FlatUnit:
 def _list_members(
     path: str, names: Sequence[str], shapes: Sequence[Any], key: str, where: str
 ) -> list[tuple[str, Index]]:
-    """Return the fqn and the shape of each member of a flat parameter.
-
-    Args:
-        path: the module in which the names are.
-        key: the flat parameter, for messages.
-    """
     if len(names) != len(shapes):
         raise CorruptError(where, f"{KEY} of {key!r} does not have one shape for each name")
     if not names:
@@ -134,7 +125,6 @@ def _list_members(
 
 
 def _join(path: str, name: str) -> str:
-    """Return the name of something inside a module."""
     return f"{path}.{name}" if path else name
 
 

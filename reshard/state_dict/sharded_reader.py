@@ -147,7 +147,6 @@ def _place_shard(file: TorchFile, tensor: Any, box: Box, dtype: DType) -> Chunk:
 
 
 def _read_sharded_tensor(file: TorchFile, call: Call, shape: Index, dtype: DType) -> list[Chunk]:
-    """Return the shards of a ShardedTensor that the rank has; none on a rank without rows."""
     local_shards = call.state[0]
     chunks = []
     for shard in local_shards:
@@ -166,11 +165,6 @@ def _read_dtensor(
     cuts: Sequence[Cut | None],
     mesh: DeviceMesh,
 ) -> list[Chunk]:
-    """Return the chunk of a DTensor that the rank has.
-
-    Args:
-        cuts: how each axis of the mesh cuts the tensor.
-    """
     spec, sizes, coordinate = call.get("_spec"), mesh.sizes, mesh.coordinate
     if coordinate is None:  # this rank is not in the tensor's mesh
         return []
@@ -213,7 +207,6 @@ def _crop(chunk: Chunk, box: Box, at: Index) -> Chunk:
 
 
 def _name_cuts(mesh: DeviceMesh, cuts: Sequence[Cut | None]) -> Placement:
-    """Return the axes of a DTensor's mesh with their cuts; nothing for several unnamed axes."""
     if len(mesh.names) != len(cuts):
         return ()
     dims = [None if cut is None else cut.dim for cut in cuts]
@@ -242,7 +235,6 @@ def _parse_placement(file: TorchFile, placement: Call) -> Cut | None:
 
 
 def _read_field(placement: Call, name: str, position: int) -> int:
-    """Read a placement's field: an attribute, or an argument if its constructor pickled it."""
     value = placement.get(name)
     if value is None:
         value = (placement.items or {}).get(name)
@@ -252,7 +244,6 @@ def _read_field(placement: Call, name: str, position: int) -> int:
 def _read_shard_order(
     spec: Call, placements: Sequence[Cut | None]
 ) -> dict[int, Sequence[int]] | None:
-    """Return the order that the spec states; None if split factors state it."""
     entries = spec.get("shard_order")
     if not entries or any(cut and cut.split_factor > 1 for cut in placements):
         return None

@@ -15,7 +15,7 @@ from functools import cached_property
 from typing import Any
 
 from reshard.containers.pickles.values import Call, Global
-from reshard.containers.torch_writer import Slot, Storage
+from reshard.containers.torch_writer import Storage, StorageView
 from reshard.core import dtypes
 from reshard.core.box import Index, row_major
 from reshard.core.dtypes import DType
@@ -47,7 +47,9 @@ class DTensorBuilder:
         field(default_factory=dict)
     )
 
-    def build(self, shape: Index, dtype: DType, placed: TensorPlacement, local: Slot) -> Call:
+    def build(
+        self, shape: Index, dtype: DType, placed: TensorPlacement, local: StorageView
+    ) -> Call:
         """Build a DTensor of this shape, of which the rank has ``local``."""
         strides = row_major(shape)
         placements, order = self._get_placements(placed.cuts)
@@ -73,7 +75,6 @@ class DTensorBuilder:
             mesh.state.update(self._describe_place(axes))
 
     def _get_mesh(self, axes: Index) -> Call:
-        """Return the mesh of these axes: the root mesh, a slice of it, or joined slices."""
         if axes not in self._meshes:
             alone = len(axes) == len(self.grid.sizes) and not self._is_joined
             self._meshes[axes] = self._root if alone else self._build_mesh(axes, self._root)
@@ -89,11 +90,11 @@ class DTensorBuilder:
         return self._build_mesh(tuple(range(len(self.grid.sizes))), None)
 
     @cached_property
-    def _ranks(self) -> Slot:
+    def _ranks(self) -> StorageView:
         world = self.grid.world
         # ``DeviceMesh`` keeps its ranks as int32, whatever dtype it is given.
         data = struct.pack(f"<{world}i", *range(world))
-        return Slot(Storage(_INT32, world, data=data), (world,))
+        return StorageView(Storage(_INT32, world, data=data), (world,))
 
     @cached_property
     def _axes(self) -> tuple[Call, ...]:
@@ -125,7 +126,6 @@ class DTensorBuilder:
         return self.meshes[-1][1]
 
     def _describe_place(self, axes: Index) -> dict[str, Any]:
-        """Return what a mesh states about the rank."""
         at, groups = self.grid.locate(self.rank), self.grid.name_groups(self.rank)
         return {
             "_dim_group_names": [groups[axis] for axis in axes],
@@ -136,10 +136,8 @@ class DTensorBuilder:
     def _get_placements(
         self, cuts: tuple[Cut | None, ...]
     ) -> tuple[tuple[Call, ...], tuple[Call, ...] | None]:
-        """Return placements and the order of the cuts: for each dim its mesh axes, left to right.
-
-        Strided shards state their order by themselves.
-        """
+        # The order has for each dim its mesh axes, left to right. Strided shards state it by
+        # themselves.
         if cuts not in self._placements:
             order = (
                 None
@@ -157,11 +155,8 @@ def _describe_flat_layout(size: int, step: int) -> dict[str, Index]:
 
 def _build_shard_order(cuts: Cuts) -> tuple[Call, ...]:
     dims = sorted({cut.dim for cut in cuts if cut})
-    return tuple(Call(f"{_SPEC}.ShardOrderEntry", (dim, _find_axes(cuts, dim))) for dim in dims)
-
-
-def _find_axes(cuts: Cuts, dim: int) -> Index:
-    return tuple(axis for axis, cut in enumerate(cuts) if cut and cut.dim == dim)
+    axes = {dim: tuple(n for n, cut in enumerate(cuts) if cut and cut.dim == dim) for dim in dims}
+    return tuple(Call(f"{_SPEC}.ShardOrderEntry", order) for order in axes.items())
 
 
 def _build_placement(cut: Cut | None) -> Call:
@@ -174,7 +169,6 @@ def _build_placement(cut: Cut | None) -> Call:
 
 
 def _list_wrapper_args(kind: str, dtype: DType, shape: Index, *, grad: bool) -> tuple[object, ...]:
-    """Return the arguments of ``_rebuild_wrapper_subclass``."""
     layout = (_build_strided_layout(), Call("torch.device", ("cpu",)))
     return (Global(kind), Global(f"torch.{dtype.name}"), shape, row_major(shape), 0, *layout, grad)
 
@@ -184,7 +178,11 @@ def _build_strided_layout() -> Call:
 
 
 def build_sharded_tensor(
-    dtype: DType, numel: int, local: Slot | None, rank: int, pieces: Sequence[tuple[int, int]]
+    dtype: DType,
+    numel: int,
+    local: StorageView | None,
+    rank: int,
+    pieces: Sequence[tuple[int, int]],
 ) -> Call:
     """Build a 1-d tensor that is cut over all ranks, like FSDP 1's flat parameter.
 

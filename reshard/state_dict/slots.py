@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, overload
+from functools import partial
+from typing import Any
 
 from reshard.containers import skeletons, torch_writer
 from reshard.containers.pickles.canonical import Canonicalizer
-from reshard.containers.torch_writer import Part, Slot, Storage
+from reshard.containers.torch_writer import Storage, StorageBlock, StorageView
 from reshard.core.box import Box, Index, whole
 from reshard.core.manifest import Entry, OutputFile, Skeleton
 from reshard.core.stamps import Stamp
@@ -51,7 +52,7 @@ class RankSharder:
         if not value.divided or not placed.axes:
             return build_whole_slot(value)
         box = self._placements.grid.compute_box(value.shape, placed, self._rank)
-        local = Slot(Storage(value.dtype, box.volume, _list_parts(value, box)), box.shape)
+        local = StorageView(Storage(value.dtype, box.volume, _list_parts(value, box)), box.shape)
         self.cut[local.storage] = value
         # Equal shapes are one tuple, which the pickle stores once.
         shape = self._shapes.setdefault(value.shape, value.shape)
@@ -104,11 +105,9 @@ class RankFileLayouts:
         return skeletons.join([Skeleton(tuple(files[rank] for rank in sorted(files)), ()), *parts])
 
     def _group_ranks(self) -> list[list[int]]:
-        """Group the ranks whose files differ in what meshes and stamps state about the rank only.
-
-        Their blocks have equal shapes. A name of one letter is one object in Python, which a pickle
-        stores once even if a storage has that name, too.
-        """
+        # Ranks are grouped whose files differ in what meshes and stamps state about the rank only.
+        # Their blocks have equal shapes. A name of one letter is one object in Python, which a
+        # pickle stores once even if a storage has that name, too.
         for value in _list_values(self._tree):
             self._find_boxes(value)
         every = [boxes.boxes for boxes in self._boxes.values()]
@@ -143,31 +142,13 @@ class RankFileLayouts:
                 yield self._build_entry(value.entry.kind, value.entry.fqn, number, value)
 
     def _build_entry(self, kind: str, fqn: str, number: int, value: Value) -> Entry:
-        starts = _StorageStarts(self._starts, number)
-        chunks = RankBlocks(self._names, self._find_boxes(value), starts, value.dtype)
+        find_start = partial(_find_start, self._starts, number)  # no list for each tensor
+        chunks = RankBlocks(self._names, self._find_boxes(value), find_start, value.dtype)
         return Entry(fqn, kind, value.dtype, value.shape, chunks)
 
 
-class _StorageStarts(Sequence[int]):
-    """Where the storage of one number begins in the file of each rank."""
-
-    __slots__ = ("_number", "_starts")
-
-    def __init__(self, starts: Sequence[Sequence[int]], number: int) -> None:
-        self._starts = starts
-        self._number = number
-
-    def __len__(self) -> int:
-        return len(self._starts)
-
-    @overload
-    def __getitem__(self, rank: int) -> int: ...
-    @overload
-    def __getitem__(self, rank: slice) -> list[int]: ...
-    def __getitem__(self, rank: int | slice) -> int | list[int]:
-        if isinstance(rank, slice):
-            return [starts[self._number] for starts in self._starts[rank]]
-        return self._starts[rank][self._number]
+def _find_start(starts: Sequence[Sequence[int]], number: int, rank: int) -> int:
+    return starts[rank][number]
 
 
 def _list_values(tree: Any) -> Iterator[Value]:
@@ -178,26 +159,25 @@ def _list_values(tree: Any) -> Iterator[Value]:
             yield from _list_values(item)
 
 
-def _list_parts(value: Value, box: Box) -> tuple[Part, ...]:
-    """Return the parts that fill a box of a tensor; none if the box is empty."""
+def _list_parts(value: Value, box: Box) -> tuple[StorageBlock, ...]:
     if value.entry is None or not box.volume:
         return ()
-    return (Part(value.entry.kind, value.entry.fqn, value.shape, box),)
+    return (StorageBlock(value.entry.kind, value.entry.fqn, value.shape, box),)
 
 
-def build_whole_slot(value: Value) -> Slot:
+def build_whole_slot(value: Value) -> StorageView:
     """Build a tensor that is stored whole."""
     storage = Storage(value.dtype, value.numel, _list_parts(value, whole(value.shape)), value.data)
-    return Slot(storage, value.shape)
+    return StorageView(storage, value.shape)
 
 
 class WholeSlots:
     """Converts each `Value` to a tensor that is stored whole, once for each file."""
 
     def __init__(self) -> None:
-        self._made: dict[int, Slot] = {}
+        self._made: dict[int, StorageView] = {}
 
-    def __call__(self, value: Any) -> Slot | None:
+    def __call__(self, value: Any) -> StorageView | None:
         """Return the slot of a `Value`, the same one each time; None for anything else."""
         if not isinstance(value, Value):
             return None

@@ -287,7 +287,6 @@ def refuse_lost_state(state: WritableState) -> None:
 def _build_slots(
     state: WritableState, group: TrainedGroup, member: TrainedParameter
 ) -> dict[str, Value | int]:
-    """Build the step and slots of one parameter; nothing if it was never stepped."""
     slots: dict[str, Value | int] = {
         n: build_slot(member, entry) for n, entry in member.slots.items()
     }
@@ -310,7 +309,6 @@ def build_slot(member: TrainedParameter, entry: Entry) -> Value:
 
 
 def _find_expected_slots(group: TrainedGroup) -> tuple[str, ...]:
-    """Return the slots of a group's members that have the shape of their parameter."""
     names = (
         name
         for member in group.members

@@ -146,16 +146,11 @@ def _convert(value: Any, leaf: Callable[[Any], Any], done: dict[int, Any]) -> An
     return done[id(value)]
 
 
-@dataclass(slots=True)
-class JoinedTree:
-    """One tree of all ranks, and the paths at which plain values differ."""
-
-    root: Any
-    differing: list[tuple[Any, ...]]
-
-
-def join_trees(trees: Sequence[Any], names: Sequence[str]) -> JoinedTree:
+def join_trees(trees: Sequence[Any], names: Sequence[str]) -> tuple[Any, list[tuple[Any, ...]]]:
     """Join the trees that the ranks saved, in rank order.
+
+    Returns:
+        The tree, and the paths at which plain values differ.
 
     Raises:
         CorruptError: ranks disagree on a tensor's shape, dtype or kind.
@@ -166,7 +161,7 @@ def join_trees(trees: Sequence[Any], names: Sequence[str]) -> JoinedTree:
         root = joiner.join(list(zip(trees, names, strict=True)), ())
     except RecursionError as error:
         raise CorruptError(names[0], "its containers are nested too deep") from error
-    return JoinedTree(root, joiner.differing)
+    return root, joiner.differing
 
 
 class _Joiner:
@@ -252,7 +247,6 @@ def _join_tensors(values: list[tuple[Any, str]], path: tuple[Any, ...]) -> Any:
 
 
 def _have_one_dtype(a: GlobalTensor, b: GlobalTensor) -> bool:
-    """Return whether two ranks' shards have one dtype, or one of them is stored as codes."""
     # torchao stores no codes of a shard that is small.
     return a.dtype == b.dtype or moments.has_codes((*a.chunks, *b.chunks))
 

@@ -19,6 +19,7 @@ from reshard.errors import CorruptError
 
 _MARK = "\0latin1:"  # no file of any system has NUL in its name
 _BLOCK = 64 << 10  # bytes of text that are read at once
+_TAILS = bytes(range(0x80, 0xC0))  # bytes of UTF-8 that continue a character
 
 Read = Callable[[str, int, int], bytes]  # (file, byte offset, nbytes) -> bytes
 
@@ -74,7 +75,8 @@ class Decoder:
         self._read = read
         self._starts = [0]  # the decoded offset at which each block of text begins
         for block in range(0, self._escaped.text_nbytes, _BLOCK):
-            self._starts.append(self._starts[-1] + _characters(self._text(block)))
+            characters = self._text(block).translate(None, _TAILS)  # without what ends them
+            self._starts.append(self._starts[-1] + len(characters))
         if self._starts[-1] != self._escaped.nbytes:
             raise self._changed()
 
@@ -95,7 +97,6 @@ class Decoder:
             done += len(data)
 
     def _text(self, start: int) -> bytes:
-        """Read the text from a byte on, one block at most."""
         nbytes = min(_BLOCK, self._escaped.text_nbytes - start)
         return self._read(self._escaped.file, self._escaped.byte_offset + start, nbytes)
 
@@ -123,13 +124,4 @@ class Decoder:
 
 
 def _is_tail(byte: int) -> bool:
-    """Return whether a byte of UTF-8 continues a character."""
     return byte & 0xC0 == 0x80
-
-
-_TAILS = bytes(range(0x80, 0xC0))
-
-
-def _characters(text: bytes) -> int:
-    """Count the characters that begin in a piece of UTF-8."""
-    return len(text.translate(None, _TAILS))

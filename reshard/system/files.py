@@ -284,19 +284,21 @@ class SourceFiles(OpenFiles):
             CorruptError, IncompleteError, ReshardError: as in `read_into`.
         """
         stored = [
-            each
-            for each in ranges
-            if not isinstance(each[0], Derived) and not escaped.is_escaped(each[0])
-            if self._fetched.find(*each) is None
+            place
+            for place in ranges
+            if not isinstance(place[0], Derived) and not escaped.is_escaped(place[0])
+            if self._fetched.find(*place) is None
         ]
-        remote = list(merge_ranges(each for each in stored if is_remote(each[0])))
-        local = list(merge_ranges((each for each in stored if not is_remote(each[0])), gap=_NEAR))
+        remote = list(merge_ranges(place for place in stored if is_remote(place[0])))
+        local = list(
+            merge_ranges((place for place in stored if not is_remote(place[0])), gap=_NEAR)
+        )
         read = super().read
-        fetched = map_files(local, lambda each: read(*each))
+        fetched = map_files(local, lambda place: read(*place))
         if remote:
             fetched += self._remote().fetch(remote)
-        for each, data in zip([*local, *remote], fetched, strict=True):
-            self._fetched.put(each, data)
+        for place, data in zip([*local, *remote], fetched, strict=True):
+            self._fetched.put(place, data)
         return [*local, *remote]
 
     def drop(self, fetched: Iterable[Range]) -> None:
@@ -319,7 +321,6 @@ class SourceFiles(OpenFiles):
 
 
 def _is_local(path: str) -> bool:
-    """Return whether the bytes are those of a local file: not computed, decoded or fetched."""
     return not (isinstance(path, Derived) or is_remote(path) or escaped.is_escaped(path))
 
 
@@ -477,7 +478,6 @@ class Descriptor:
 
 
 def _build_read_error(path: str | Path, verb: str, error: OSError) -> ReshardError:
-    """Return the error to raise for a system error while a file is opened or read."""
     advice = REQUEST_PERMISSION if isinstance(error, PermissionError) else ""
     return ReshardError(path, f"cannot be {verb}: {error.strerror}", advice)
 

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import os
 import re
-from pathlib import Path
+from collections.abc import Iterable
+from itertools import takewhile
+from pathlib import Path, PurePosixPath
 
 from reshard.errors import UsageError
 
@@ -67,6 +69,18 @@ def get_stem(path: str) -> str:
     name = path.rpartition("/")[2]
     at = name.rfind(".")
     return name[:at] if at > 0 else name
+
+
+def shorten_names(paths: Iterable[str]) -> dict[str, str]:
+    """Return path -> path below the directory that all of them share.
+
+    >>> shorten_names(["/run/a/1.pt", "/run/b/2.pt"])
+    {'/run/a/1.pt': 'a/1.pt', '/run/b/2.pt': 'b/2.pt'}
+    """
+    parts = {path: PurePosixPath(path).parts for path in paths}
+    levels = zip(*(names[:-1] for names in parts.values()), strict=False)
+    common = len(list(takewhile(lambda names: len({*names}) == 1, levels)))
+    return {path: "/".join(names[common:]) for path, names in parts.items()}
 
 
 def explain_tilde(path: Path) -> str:

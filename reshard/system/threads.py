@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import _thread
 import os
+import resource
 import threading
 import time
 import weakref
@@ -30,6 +31,7 @@ _MUCH = 4  # times; on a busy machine, a thread also waits for a core
 _MOST_TIMED = 64  # files whose time is measured together
 _READERS = 64  # threads that wait for a file system or an object store
 _KNOWN_SECONDS = 2.0  # a busy machine may look like a network, and threads then cost time
+_THREAD: int | None = getattr(resource, "RUSAGE_THREAD", None)
 
 
 class ThreadGroup:
@@ -104,9 +106,6 @@ class _Thread:
     `threading.Thread.start` waits until the thread signals that it runs. A thread that gets no
     memory for its first frame never signals it, and `start` never returns (CPython 3.11 to 3.14
     ``Lib/threading.py``).
-
-    Raises:
-        RuntimeError: the system gives no more threads.
     """
 
     def __init__(self, run: Callable[[], object]) -> None:
@@ -198,9 +197,32 @@ def parallel_map(items: Iterable[T], act: Callable[[T], R], most: int) -> list[R
 
 
 class _Waits:
-    """What `map_files` has measured in this process."""
-
     known_until = 0.0  # seconds of `time.monotonic`; until then, files are known to wait
+
+
+def start_measuring() -> Callable[[], tuple[float, float]]:
+    """Begin to measure this thread.
+
+    Returns:
+        A function: -> the seconds since then in which the thread waited, and in which it computed.
+        A thread that did not give up its core waited for nothing but a core: for 0 seconds.
+    """
+    started, (cpu_before, waits_before) = time.perf_counter(), _read_usage()
+
+    def measure() -> tuple[float, float]:
+        passed, (cpu, waits) = time.perf_counter() - started, _read_usage()
+        computed = cpu - cpu_before
+        return passed - computed if waits > waits_before else 0.0, computed
+
+    return measure
+
+
+def _read_usage() -> tuple[float, int]:
+    """Return the CPU seconds of this thread, and how often it gave up its core to wait."""
+    if _THREAD is None:  # macOS does not count the waits of one thread: those of all are more
+        return time.thread_time(), resource.getrusage(resource.RUSAGE_SELF).ru_nvcsw
+    usage = resource.getrusage(_THREAD)
+    return usage.ru_utime + usage.ru_stime, usage.ru_nvcsw
 
 
 def map_files(items: Iterable[T], act: Callable[[T], R]) -> list[R]:
@@ -218,11 +240,10 @@ def map_files(items: Iterable[T], act: Callable[[T], R]) -> list[R]:
     waited = computed = 0.0
     while len(results) < len(waiting) and time.monotonic() >= _Waits.known_until:
         start = len(results)
-        started, cpu_before = time.perf_counter(), time.thread_time()
+        measure = start_measuring()
         results += map(act, waiting[start : start + min(start + 1, _MOST_TIMED)])
-        cpu = time.thread_time() - cpu_before
-        computed += cpu
-        waited += time.perf_counter() - started - cpu
+        more_waited, more_computed = measure()
+        waited, computed = waited + more_waited, computed + more_computed
         if waited >= max(_LONG_WAIT, _MUCH * computed):
             _Waits.known_until = time.monotonic() + _KNOWN_SECONDS
     errors: dict[int, Exception] = {}

@@ -124,11 +124,8 @@ class FileVersion:
 
 
 def _renumbers_inodes(inode: tuple[int, int] | None) -> bool:
-    """Return whether a file may get another inode number while it is in use.
-
-    libfuse numbers files itself unless a file system sets ``use_ino``, and numbers a file anew
-    after the kernel has forgotten it (libfuse 3.16 ``lib/fuse.c``, ``find_node``).
-    """
+    # libfuse numbers files itself unless a file system sets ``use_ino``, and numbers a file anew
+    # after the kernel has forgotten it (libfuse 3.16 ``lib/fuse.c``, ``find_node``).
     if inode is None:
         return False
     place = f"{os.major(inode[0])}:{os.minor(inode[0])}"

@@ -47,11 +47,13 @@ def view_bytes(tensor: Tensor) -> memoryview:
 def find_first_difference(pool: SourceFiles, a: Entry, b: Entry) -> int | None:
     """Return the first flat element at which two tensors differ bitwise, or None.
 
-    The tensors must have the same shape and dtype. Both are read block by block.
+    It is 0 if the tensors have different shapes or dtypes. Both are read block by block.
 
     Raises:
         ReshardError: a file cannot be read.
     """
+    if (a.shape, a.dtype) != (b.shape, b.dtype):
+        return 0
     start = 0
     for box in contiguous_cuts(a.shape, _COMPARE_ELEMENTS):
         left, right = read_block(pool, a, box), read_block(pool, b, box)

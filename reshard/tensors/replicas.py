@@ -14,8 +14,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import BinaryIO, Literal
 
-from reshard.core.box import contiguous_cuts, row_major, whole
-from reshard.core.chunks import Chunk, group_by_box
+from reshard.core.box import contiguous_cuts, whole
+from reshard.core.chunks import Chunk, contiguous, group_by_box
 from reshard.core.dtypes import DType
 from reshard.core.manifest import (
     BUFFER,
@@ -74,7 +74,7 @@ def check(
                 f"{kind}{entry.fqn}",
                 text,
                 "the ranks have drifted apart, the files belong to different runs, or each file has"
-                " a shard in a layout that reshard does not know; only if the ranks have drifted"
+                " a shard, whose cut --rules FILE states; only if the ranks have drifted"
                 " apart, use the first rank's values with --replicas first, or their mean with"
                 " --replicas mean",
             )
@@ -174,8 +174,7 @@ def _write_means(entry: Entry, path: str, out: BinaryIO, pool: SourceFiles) -> I
             entry.fqn, f"differs between ranks, and {entry.dtype.name} cannot be averaged"
         )
     for box, copies in group_by_box(entry.chunks).items():
-        strides = row_major(box.shape, entry.dtype.itemsize)
-        chunk = Chunk(box, path, out.tell(), strides, entry.dtype)
+        chunk = contiguous(path, out.tell(), entry.dtype, box)
         blocks = [replace(entry, shape=box.shape, chunks=(_rebase(copy),)) for copy in copies]
         for cut in contiguous_cuts(box.shape, _BLOCK_ELEMENTS):
             mean = _compute_mean([read_block(pool, block, cut) for block in blocks], entry.dtype)

@@ -14,13 +14,13 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from reshard.core.box import Index, row_major, whole
-from reshard.core.chunks import Chunk
+from reshard.core.box import Index
+from reshard.core.computed import ComputedValues
 from reshard.core.dtypes import FLOAT32, FLOAT64, DType
 from reshard.core.manifest import Entry, Manifest
 from reshard.engine.move.tiles import find_reader
 from reshard.errors import IncompleteError
-from reshard.system.derived import Derived, Reader, list_files
+from reshard.system.derived import Reader
 from reshard.system.files import SourceFiles
 from reshard.tensors import replicas
 from reshard.tensors.lazy import find_first_difference
@@ -36,51 +36,26 @@ WORKER_NBYTES = _BLOCK * (FLOAT32.itemsize + 3 * FLOAT64.itemsize)  # a thread's
 
 
 @dataclass(frozen=True, eq=False)
-class AveragedWeight:
-    """The average x of one weight; it implements `derived.Computation`.
+class AveragedWeight(ComputedValues):
+    """The average x of one weight.
 
     Args:
-        trained: y.
-        z: the slot of that name.
+        sources: y, and the slot z.
         weight: the weight of z in ``lerp``, which is negative.
     """
 
-    trained: Entry
-    z: Entry
     weight: float
 
     @property
     def dtype(self) -> DType:
         """The dtype of the values."""
-        return FLOAT64 if self.trained.dtype == FLOAT64 else FLOAT32
+        return FLOAT64 if self.sources[0].dtype == FLOAT64 else FLOAT32
 
     @property
-    def nbytes(self) -> int:
-        """The size in bytes."""
-        return self.trained.numel * self.dtype.itemsize
-
-    @property
-    def tile_nbytes(self) -> int:
-        """The size of one element: any range of elements is computed by itself."""
-        return self.dtype.itemsize
-
-    @property
-    def files(self) -> tuple[str, ...]:
-        """The files that store y and z."""
-        names = (file for entry in (self.trained, self.z) for file in entry.layout.file_table[1])
-        return tuple(dict.fromkeys(path for file in names for path in list_files(file)))
-
-    @property
-    def name(self) -> Derived:
-        """The name under which the values can be read."""
-        detail = f"average of {self.trained.kind} {self.trained.fqn} by {self.weight}"
-        return Derived(self.files[0], detail, self)
-
-    def build_entry(self) -> Entry:
-        """Return the weight with these values; its dtype stays that of the stored weight."""
-        shape, dtype = self.trained.shape, self.dtype
-        chunk = Chunk(whole(shape), self.name, 0, row_major(shape, dtype.itemsize), dtype)
-        return replace(self.trained, chunks=(chunk,) if self.trained.numel else ())
+    def detail(self) -> str:
+        """The weight and its factor."""
+        trained = self.sources[0]
+        return f"average of {trained.kind} {trained.fqn} by {self.weight}"
 
     def read_into(self, pool: Reader, byte_offset: int, target: memoryview) -> None:
         """Fill ``target`` with the averages from a byte offset on.
@@ -102,8 +77,8 @@ class AveragedWeight:
         for start in range(0, numel, _BLOCK):
             part = target[start * size : (start + _BLOCK) * size]
             run = first + start, first + start + len(part) // size
-            reader.read_elements(self.trained, *run, self.dtype, part)
-            reader.read_elements(self.z, *run, self.dtype, memory[: len(part)])
+            reader.read_elements(self.sources[0], *run, self.dtype, part)
+            reader.read_elements(self.sources[1], *run, self.dtype, memory[: len(part)])
             y, z = np.frombuffer(part, kind), np.frombuffer(memory[: len(part)], kind)
             with np.errstate(over="ignore", invalid="ignore"):  # `verify --deep` finds infinities
                 product = np.subtract(z, y).astype(np.float64) * factor
@@ -149,8 +124,8 @@ def average(
         if weight is None or z is None:
             continue  # never stepped: x, y and z are equal
         slots += (weight, stored or z)
-        computed = AveragedWeight(weight, z, 1 - 1 / beta)
-        averaged[fqn] = replace(weight, chunks=stored.chunks) if stored else computed.build_entry()
+        source = stored or AveragedWeight((weight, z), 1 - 1 / beta)
+        averaged[fqn] = replace(weight, chunks=source.chunks)  # the dtype stays the stored one
     count = len(averaged)
     with SourceFiles() as pool:
         replicas.check(slots, manifest.files, pool, policy)
@@ -163,7 +138,9 @@ def average(
         averaged.get(entry.fqn, entry) if entry is weights.get(entry.fqn) else entry
         for entry in manifest.entries.values()
     )
-    copies = (each for each in manifest.tied_copies if manifest.kept_name(each.fqn) not in averaged)
+    copies = (
+        entry for entry in manifest.tied_copies if manifest.kept_name(entry.fqn) not in averaged
+    )
     note = (
         f"weights: {count} of {len(weights)} are the averages x of the schedule-free optimizer, not"
         f" y, which was saved in train mode (x = lerp(y, z, 1 - 1/beta1); {OPTION} y writes y)"
@@ -172,10 +149,7 @@ def average(
 
 
 def _read_betas(manifest: Manifest) -> dict[str, float]:
-    """Return beta1 of each parameter that a schedule-free optimizer saved in train mode.
-
-    A group whose parameters have no names has the name of none.
-    """
+    # A group whose parameters have no names has the name of none.
     betas: dict[str, float] = {}
     for group in manifest.train.param_groups:
         hyper = group.hyper
@@ -194,11 +168,8 @@ def _find_untrained_copies(
     averaged: Mapping[str, Entry],
     pool: SourceFiles,
 ) -> Iterator[tuple[str, Entry]]:
-    """Yield the weights that no optimizer lists and that equal a trained one: they are tied to it.
-
-    DCP and safetensors store a tied weight under each of its names.
-    """
-    listed = {fqn for group in manifest.train.param_groups for fqn in group.fqns}
+    """DCP and safetensors store a tied weight under each of its names."""
+    listed = manifest.train.group_of
     by_form: dict[tuple[DType, Index], list[str]] = defaultdict(list)
     for fqn in averaged:
         by_form[weights[fqn].dtype, weights[fqn].shape].append(fqn)

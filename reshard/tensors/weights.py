@@ -21,7 +21,7 @@ from reshard.model.library import EMBEDDINGS, HEAD
 from reshard.quantised import remainders
 from reshard.system.files import SourceFiles
 from reshard.tensors.lazy import find_first_difference
-from reshard.units import some
+from reshard.units import abridge
 
 Tied = Literal["auto", "keep", "drop"]
 
@@ -96,7 +96,6 @@ def refuse_empty(manifest: Manifest, tensors: Sized) -> None:
 def _choose_dtype(
     manifest: Manifest, source: Entry, target: DType | None, option: str | None
 ) -> DType:
-    """Return the dtype to write; buffers, integers, bools and float8 keep their own."""
     if source.kind == BUFFER or source.dtype.family != "float" or option == "keep":
         return source.dtype
     if target is not None:
@@ -173,12 +172,7 @@ def resolve_ties(
 def _find_aliases(
     weights: Weights, manifest: Manifest, declared: object, aliases: Mapping[str, str]
 ) -> Iterator[tuple[str, str, bool]]:
-    """Yield each stored alias, its weight, and whether the model certainly ties the two.
-
-    Args:
-        declared: the config's ``tie_word_embeddings``.
-        aliases: the aliases that the model's class names.
-    """
+    """Yield each stored alias, its weight, and whether the model certainly ties the two."""
     names = dict.fromkeys(entry.fqn for entry, _ in weights.tensors)
     known = {alias: kept for alias, kept in aliases.items() if alias in names and kept in names}
     yield from ((alias, kept, True) for alias, kept in known.items())
@@ -189,11 +183,6 @@ def _find_aliases(
 
 
 def _check_no_missing(weights: Weights, manifest: Manifest, *, tied: bool) -> None:
-    """Check that every weight has a value, except for a head that the config ties.
-
-    Raises:
-        IncompleteError: a weight has no value.
-    """
     names = {entry.fqn for entry, _ in weights.tensors}
     embedding = next((name for name in EMBEDDINGS if name in names), None)
     lacking = list(manifest.absent)
@@ -213,7 +202,7 @@ def _check_no_missing(weights: Weights, manifest: Manifest, *, tied: bool) -> No
 
 def describe_missing_values(names: Sequence[str]) -> str:
     """Return a part of a message: the names, and that no rank holds a value for them."""
-    shown = some(list(map(repr, names)), _LISTED)
+    shown = abridge(list(map(repr, names)), _LISTED)
     return f"{shown}, but no rank holds a value for {'them' if len(names) > 1 else 'it'}"
 
 
@@ -244,13 +233,13 @@ def tie_equal_heads(manifest: Manifest, pool: SourceFiles) -> Manifest:
     DCP and full state dicts store both. They are tied if the optimizer does not have the head, and
     the values are bitwise equal: so a run that trains them from now on has one parameter.
     """
-    trained = {fqn for group in manifest.train.param_groups for fqn in group.fqns}
+    trained = manifest.train.group_of
     stored = {entry.fqn: entry for entry in manifest.of_kind(PARAM, MASTER)}
     tied = dict(manifest.tied)
     for head, embedding in find_heads(stored):
         if not trained or head in trained:
             continue
-        if _differ_at(pool, stored[head], stored[embedding]) is None:
+        if find_first_difference(pool, stored[head], stored[embedding]) is None:
             tied[head] = embedding
     if tied == manifest.tied:
         return manifest
@@ -268,7 +257,7 @@ def check_tied_copies(manifest: Manifest, pool: SourceFiles) -> None:
         kept = manifest.entries.get((PARAM, manifest.kept_name(copy.fqn)))
         if kept is None:
             continue
-        at = _differ_at(pool, kept, copy)
+        at = find_first_difference(pool, kept, copy)
         if at is not None:
             raise DifferentError(
                 copy.fqn,
@@ -278,15 +267,9 @@ def check_tied_copies(manifest: Manifest, pool: SourceFiles) -> None:
             )
 
 
-def _differ_at(pool: SourceFiles, a: Entry, b: Entry) -> int | None:
-    """Return the first flat element at which two tensors differ; 0 if shape or dtype differ."""
-    comparable = (a.shape, a.dtype) == (b.shape, b.dtype)
-    return find_first_difference(pool, a, b) if comparable else 0
-
-
 def is_untrained(manifest: Manifest, head: str, embedding: str) -> bool:
     """Return whether the optimizer has the embedding only; it lists a tied weight once."""
-    trained = {fqn for group in manifest.train.param_groups for fqn in group.fqns}
+    trained = manifest.train.group_of
     return embedding in trained and head not in trained
 
 
@@ -300,13 +283,9 @@ def _drop_equal(
     *,
     sure: bool,
 ) -> None:
-    """Compare a head that is stored separately with the embedding it is tied to, then drop it.
-
-    Raises:
-        DifferentError: the config ties the two weights, but they differ.
-    """
+    """Compare a head that is stored separately with the embedding it is tied to, then drop it."""
     stored, kept = by_name[head][0], by_name[embedding][0]
-    at = _differ_at(pool, stored, kept)
+    at = find_first_difference(pool, stored, kept)
     if at is not None:
         if policy == "drop":
             weights.notes.append(

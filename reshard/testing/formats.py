@@ -26,7 +26,7 @@ from reshard.errors import NOT_UNDERSTOOD, ReshardError, UnrecognisedError
 from reshard.formats import registry
 from reshard.formats.base import Format
 from reshard.system.paths import as_path
-from reshard.units import some
+from reshard.units import abridge
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -126,8 +126,8 @@ def _compare(actual: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> It
 
     if actual.keys() != expected.keys():
         yield (
-            f"names: only found {some(sorted(actual.keys() - expected.keys()))},"
-            f" only expected {some(sorted(expected.keys() - actual.keys()))}"
+            f"names: only found {abridge(sorted(actual.keys() - expected.keys()))},"
+            f" only expected {abridge(sorted(expected.keys() - actual.keys()))}"
         )
     for name in actual.keys() & expected.keys():
         ours, theirs = actual[name], expected[name]

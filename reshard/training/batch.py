@@ -22,7 +22,7 @@ from reshard.layouts.model_parallel.sizes import parse_mesh
 from reshard.training import trainer_run
 from reshard.training.companion_files import BATCH_BEFORE
 from reshard.training.trainer_run import TrainerRun
-from reshard.units import counted, either, find_nearest_divisors, some
+from reshard.units import abridge, counted, either, find_nearest_divisors
 
 BATCH = "train_batch_size"  # of one rank, in HF Trainer's trainer_state.json
 WORLD = "world_size"
@@ -144,7 +144,6 @@ def _is_hf_trainers(manifest: Manifest) -> bool:
 
 
 def _find_batch(manifest: Manifest, ranks: int) -> _Stated | None:
-    """Return the batch of a run, from HF Trainer's files or DeepSpeed's configuration."""
     stated = find_config_batch(manifest.train.config, ranks)
     if not _is_hf_trainers(manifest):
         return None if stated is None else _Stated(*stated, {}, [])
@@ -197,11 +196,8 @@ def find_config_batch(config: Any, ranks: int) -> tuple[Batch, int] | None:
 
 
 def _read_arguments(manifest: Manifest) -> tuple[dict[str, Any], list[str]]:
-    """Return the batch arguments that HF Trainer saved beside its state, and warnings.
-
-    Source: transformers 5.24 ``trainer.py`` (``_save``); ``training_args.py``: the attributes of
-    the pickled object. Under FSDP with sharded files, the Trainer does not save it.
-    """
+    # Source: transformers 5.24 ``trainer.py`` (``_save``); ``training_args.py``: the attributes of
+    # the pickled object. Under FSDP with sharded files, the Trainer does not save it.
     folder = get_directory(manifest.origin.path)
     if not (folder / "trainer_state.json").is_file():  # DeepSpeed's folder is in the checkpoint's
         folder = folder.parent
@@ -229,7 +225,6 @@ def _read_arguments(manifest: Manifest) -> tuple[dict[str, Any], list[str]]:
 
 
 def _get_attribute(arguments: Call, name: str, attribute: str) -> Any:
-    """Return an attribute of one of the objects that arguments refer to; None without it."""
     part = arguments.get(name)
     return part.get(attribute) if isinstance(part, Call) else None
 
@@ -296,14 +291,12 @@ def _rebalance(manifest: Manifest, stated: _Stated, ranks: int) -> Rebalanced:
 
 
 def _describe_changes(batch: Batch, chosen: Batch, *, is_trainers: bool) -> str:
-    """Describe what changes in the file of HF Trainer, or in DeepSpeed's configuration."""
     names = (BATCH,) if is_trainers else (_MICRO, STEPS)
     pairs = zip(names, batch, chosen, strict=False)
     return ", ".join(f"{name} {old} -> {now}" for name, old, now in pairs if old != now)
 
 
 def _choose_own(own: Mapping[str, int], batch: Batch, ranks: int) -> Batch | None:
-    """Return the batch that the run itself had at this number of ranks, if it fits."""
     if own[WORLD] == ranks and batch.steps is None and own[BATCH] == batch.micro:
         return Batch(batch.micro, None, ranks)  # it was kept, because no other one fitted
     steps, rest = divmod(batch.total, own[BATCH] * ranks)
@@ -323,8 +316,10 @@ def _describe_arguments(stated: _Stated, chosen: Batch) -> str:
     )
     generation = stated.arguments.get("steps_per_generation")
     if generation and chosen.steps != batch.steps:
-        passes = generation * batch.micro * batch.ranks // (chosen.micro * chosen.ranks)
-        text += f". If you set steps_per_generation, set it to {passes}"
+        samples = generation * batch.micro * batch.ranks
+        passes, rest = divmod(samples, chosen.micro * chosen.ranks)
+        if not rest:
+            text += f". If you set steps_per_generation, set it to {passes}"
     smaller = _choose_smaller(batch, chosen.ranks)
     if smaller is not None and smaller.micro < chosen.micro:
         text += (
@@ -397,12 +392,7 @@ def describe_misfit(total: int, micro: int, ranks: int) -> str:
 
 
 def _describe_rule(before: int, ranks: int, *, is_stated: bool = True) -> str:
-    """Describe how to keep the global batch if no file states it.
-
-    Args:
-        is_stated: whether the files state the mesh, without which tensor-parallel ranks count as
-            data-parallel ones.
-    """
+    # Without a stated mesh, tensor-parallel ranks count as data-parallel ones.
     if not is_stated:
         return (
             f"the number of ranks changes from {before} to {ranks}; to keep the global batch, keep"
@@ -441,10 +431,7 @@ def _describe_split_batches(manifest: Manifest, total: int, ranks: int) -> Rebal
 
 
 def _find_problem_of_our_trainer(run: TrainerRun, ranks: int) -> str:
-    """Return why the trainer would refuse to resume on so many data-parallel ranks, else "".
-
-    With its canonical reduction, some ranks may have no micro batch in the last round of a step.
-    """
+    # With its canonical reduction, some ranks may have no micro batch in the last round of a step.
     if run.settings.get("reduction") == "canonical":
         ranks = 1
     total, micro = (int(run.settings[name]) for name in ("global_batch", "micro_batch"))
@@ -452,7 +439,6 @@ def _find_problem_of_our_trainer(run: TrainerRun, ranks: int) -> str:
 
 
 def _rebalance_our_trainer(manifest: Manifest, run: TrainerRun, world_size: int) -> Rebalanced:
-    """Return the run with DeepSpeed's configuration as the trainer itself would write it."""
     total, micro = (run.settings[name] for name in ("global_batch", "micro_batch"))
     config = manifest.train.config
     before, steps = config.get(STEPS, 1), -(-total // (max(1, micro) * world_size))
@@ -466,10 +452,7 @@ def _rebalance_our_trainer(manifest: Manifest, run: TrainerRun, world_size: int)
 
 
 def _record_own(manifest: Manifest, own: Any) -> Manifest:
-    """Return the run with a record of its own size and batch for the way back, or without one.
-
-    Only HF Trainer's directory has a place for the record.
-    """
+    # Only HF Trainer's directory has a place for the record.
     opaque = {key: value for key, value in manifest.train.opaque.items() if key != BATCH_BEFORE}
     if own and _is_hf_trainers(manifest):
         opaque[BATCH_BEFORE] = own
@@ -477,7 +460,6 @@ def _record_own(manifest: Manifest, own: Any) -> Manifest:
 
 
 def _with_config(manifest: Manifest, batch: Batch) -> Manifest:
-    """Return the run with another batch in DeepSpeed's configuration, if it states one."""
     config = manifest.train.config
     if find_config_batch(config, batch.ranks) is None:
         return manifest
@@ -488,7 +470,6 @@ def _with_config(manifest: Manifest, batch: Batch) -> Manifest:
 
 
 def _with_progress(manifest: Manifest, micro: int) -> Manifest:
-    """Return the run with another batch of a rank in HF Trainer's state, if there is one."""
     train = manifest.train
     if not _is_hf_trainers(manifest):
         return manifest
@@ -514,7 +495,7 @@ def describe_positions(manifest: Manifest, ranks: int) -> Iterator[str]:
         parts = [key for key in parts if _OF_RANK.fullmatch(key)]
         if parts:
             yield (
-                f"{name} has a state for each of {counted(len(parts), 'rank')} ({some(parts)}),"
+                f"{name} has a state for each of {counted(len(parts), 'rank')} ({abridge(parts)}),"
                 f" which fit no other number: a run of {counted(ranks, 'rank')} has to start its"
                 " data loader anew (torchtitan: exclude_from_loading), and repeats or skips samples"
             )

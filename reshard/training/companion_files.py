@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from reshard.containers.json_files import format_json, read_json_object
+from reshard.containers.safetensors_shards import STEM
 from reshard.core.box import Index
 from reshard.core.dtypes import DType
 from reshard.core.location import Location, get_directory, leads_outside, note_outside
@@ -35,6 +36,7 @@ _EMBEDDING = re.compile(
 # A quantised model's weights are codes with scales; the config's dtype is that of the computation.
 QUANTISED = "quantization_config"
 ADAPTER_CONFIG = "adapter_config.json"
+_DIFFUSERS = "diffusion_pytorch_model"  # diffusers 0.42 ``utils/constants.py``
 # The file that reshard writes beside trainer_state.json at another size: the run's own number of
 # ranks, batch of a rank and accumulation, if it is known. The Trainer saves the last one in
 # training_args.bin alone, which the output does not have.
@@ -98,6 +100,11 @@ def is_of_diffusers(config: Mapping[str, Any] | None) -> bool:
     return config is not None and {"_class_name", "_diffusers_version"} <= config.keys()
 
 
+def choose_stem(config: Mapping[str, Any] | None) -> str:
+    """Return how the names of the files of a model's weights begin."""
+    return _DIFFUSERS if is_of_diffusers(config) else STEM
+
+
 def list_model_files(directory: Path, config: Mapping[str, Any]) -> tuple[Path, ...]:
     """Return the files of a directory that belong to a model, except its config."""
     files = Location([directory]).files
@@ -105,11 +112,7 @@ def list_model_files(directory: Path, config: Mapping[str, Any]) -> tuple[Path, 
 
 
 def is_model_config(path: Path) -> bool:
-    """Return whether a ``config.json`` is one of transformers'.
-
-    Raises:
-        CorruptError: it is not JSON.
-    """
+    """Return whether a ``config.json`` is one of transformers'."""
     return bool({"model_type", "architectures"} & read_json_object(path).keys())
 
 
@@ -187,7 +190,7 @@ def add_derived_config(
     """
     name = f"{at}/config.json" if at else "config.json"
     tensors = [(weight.value, dtype or weight.dtype) for weight in state.weights]
-    main = dtype.name if dtype else find_most_common_dtype(each for _, each in tensors)
+    main = dtype.name if dtype else find_most_common_dtype(stored for _, stored in tensors)
     matched, _ = match_config(config, tensors, main, untied=False, known={})
     kind = config["architectures"][0]
     added = OutputFile.from_bytes(name, format_json(matched))
@@ -243,10 +246,7 @@ def copy_companions(
 
 
 def _read_copy(path: Path, manifest: Manifest) -> bytes | None:
-    """Return the content of a file beside the weights, or None if it does not apply to them.
-
-    Dequantised weights need no statement of a quantisation, and would be misread with one.
-    """
+    # Dequantised weights need no statement of a quantisation, and would be misread with one.
     if manifest.quantisation is not None and manifest.quantisation.decoded:
         if path.name in OTHERS:
             return None
@@ -256,11 +256,7 @@ def _read_copy(path: Path, manifest: Manifest) -> bytes | None:
 
 
 def find_config(manifest: Manifest) -> Path | None:
-    """Return the transformers ``config.json`` of the checkpoint's directory, or of the run's.
-
-    Raises:
-        CorruptError: the file is not JSON.
-    """
+    """Return the transformers ``config.json`` of the checkpoint's directory, or of the run's."""
     directory = get_directory(manifest.origin.path)
     folder = find_companions(None, [directory, directory.resolve().parent]).directory
     return folder / "config.json" if folder else None
@@ -279,7 +275,6 @@ def describe_beside(manifest: Manifest, wrap: str | None = None) -> ModelShapes 
 
 
 def _read_progress(path: Path, manifest: Manifest) -> bytes:
-    """Return the run's ``trainer_state.json``, with the values that the conversion changed."""
     data = read_small_file(path)
     changed = manifest.train.trainer_state or {}
     saved = json.loads(data) if changed else {}
@@ -292,8 +287,8 @@ def _list_companions(folder: Path) -> list[Path]:
     folders = [folder, *(child for child in sorted(folder.iterdir()) if child.is_dir())]
     # PEFT stores the configuration of an adapter with a name in a folder of that name. A folder
     # with the progress of a run is another checkpoint.
-    own = [each for each in folders if each == folder or not (each / _PROGRESS).is_file()]
-    adapters = [path for each in own if (path := each / ADAPTER_CONFIG).is_file()]
+    own = [near for near in folders if near == folder or not (near / _PROGRESS).is_file()]
+    adapters = [path for near in own if (path := near / ADAPTER_CONFIG).is_file()]
     found = find_companions(None, [folder])
     paths = [*found.others, *(path for path in found.outside if path.name != "config.json")]
     if adapters and not paths:  # PEFT's directories have no config.json

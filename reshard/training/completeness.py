@@ -7,8 +7,7 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping
-from math import isnan
-from typing import Any
+from math import isfinite, isnan
 
 from reshard.core.box import Index
 from reshard.core.manifest import (
@@ -23,7 +22,7 @@ from reshard.core.manifest import (
 )
 from reshard.errors import ALTERED, CorruptError, IncompleteError, shown
 from reshard.training import loss_scale, optimizers
-from reshard.units import some
+from reshard.units import abridge
 
 # GaLore, APOLLO and Fira keep the moments of a gradient that they project to this rank, under the
 # names of Adam's. Sources: galore-torch 1.0 ``adamw.py``, apollo-torch 1.0 ``apollo.py``.
@@ -69,12 +68,12 @@ def find_misshapen(manifest: Manifest) -> Iterator[tuple[Entry, Index]]:
         # A matrix of Shampoo may have the shape of a square weight by chance.
         elif len(set(shape)) > 1 and 1 not in shape:
             fitting[entry.kind] += 1
-    hypers = _index_hypers(manifest) if others else {}
+    groups = manifest.train.group_of if others else {}
     for kind, found in others.items():
         is_known = kind == MASTER or kind in optimizers.PER_ELEMENT
         if is_known or fitting[kind] > max(len(found), 1):
             for entry, shape in found:
-                if kind == MASTER or not _may_differ(entry, shape, manifest, hypers):
+                if kind == MASTER or not _may_differ(entry, shape, manifest, groups.get(entry.fqn)):
                     yield entry, shape
 
 
@@ -92,7 +91,10 @@ def check_optimizer(manifest: Manifest) -> None:
 
 
 def find_impossible_settings(manifest: Manifest) -> Iterator[str]:
-    """Yield the settings of param groups that no optimizer accepts: a NaN, or a beta above 1."""
+    """Yield what no optimizer has: a NaN or a beta above 1 in a param group, a step of infinity."""
+    for fqn, step in manifest.train.optimizer_step.items():
+        if not isfinite(step):
+            yield f"the optimizer's step of {fqn!r} is {step}"
     for number, group in enumerate(manifest.train.param_groups):
         for name, value in group.hyper.items():
             numbers = [
@@ -123,13 +125,13 @@ def find_lost_state(manifest: Manifest) -> Iterator[str]:
     is_left_out = bool(manifest.unnamed or manifest.unnamed_optimizers)
     updates = _count_updates(manifest)
     if counted and not is_left_out:
-        yield f"no state of {some(counted)}, but its number of updates"
+        yield f"no state of {abridge(counted)}, but its number of updates"
     elif not updates or not (idle or keeping):
         return
     elif not any(slots.values()) and not is_left_out:
         yield f"no state of any parameter after {updates:g} updates"
     elif idle and manifest.origin.zero_stage in _FLAT_STAGES:
-        yield f"no state of {some(idle)}, but of other parameters, which ZeRO updates with them"
+        yield f"no state of {abridge(idle)}, but of other parameters, which ZeRO updates with them"
 
 
 def _collect_slots(manifest: Manifest) -> dict[str, set[str]]:
@@ -153,7 +155,7 @@ def _find_missing_slots(
             if missing is not None and _has_elements(manifest, fqn):
                 lacking[missing].append(fqn)
     for slot, fqns in lacking.items():
-        yield f"no {slot} of {some(fqns)}, but other state of Adam"
+        yield f"no {slot} of {abridge(fqns)}, but other state of Adam"
 
 
 def _has_elements(manifest: Manifest, fqn: str) -> bool:
@@ -163,29 +165,17 @@ def _has_elements(manifest: Manifest, fqn: str) -> bool:
 
 
 def _count_updates(manifest: Manifest) -> float:
-    """Return how many updates the run has certainly made.
-
-    A scaler of torch does not state how many steps it has skipped.
-    """
+    # A scaler of torch does not state how many steps it has skipped.
     train = manifest.train
     if train.skipped_steps is None and not loss_scale.is_idle(train.scaler):
         return max(train.optimizer_step.values(), default=0)
     return train.updates or 0
 
 
-def _index_hypers(manifest: Manifest) -> dict[str, Mapping[str, Any]]:
-    return {fqn: group.hyper for group in manifest.train.param_groups for fqn in group.fqns}
-
-
-def _may_differ(
-    entry: Entry, shape: Index, manifest: Manifest, hypers: Mapping[str, Mapping[str, Any]]
-) -> bool:
-    """Return whether an optimizer may keep a slot of this shape for a weight.
-
-    NovoGrad has one number for a weight, and others one for each row or column: means of squares
-    under the name of Adam's.
-    """
-    if not entry.shape or _PROJECTED in hypers.get(entry.fqn, {}):
+def _may_differ(entry: Entry, shape: Index, manifest: Manifest, group: ParamGroup | None) -> bool:
+    # NovoGrad has one number for a weight, and others one for each row or column: means of squares
+    # under the name of Adam's.
+    if not entry.shape or (group is not None and _PROJECTED in group.hyper):
         return True
     if entry.fqn in manifest.train.non_tensor_state:  # a projector, or another object
         return True

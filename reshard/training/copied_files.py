@@ -12,7 +12,7 @@ Source: Accelerate 1.15 ``checkpointing.py`` (``save_accelerator_state``, ``save
 from __future__ import annotations
 
 import re
-from collections.abc import Container, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
 from reshard.containers.torch_detect import is_torch_file
@@ -22,6 +22,7 @@ from reshard.core.dtypes import UINT8
 from reshard.core.location import Location, leads_outside
 from reshard.core.manifest import Entry, Manifest, OutputFile, Skeleton, TrainState
 from reshard.system.files import get_size
+from reshard.system.paths import as_path
 
 KIND = "file"  # kind of an entry whose elements are the bytes of a whole file
 ITEM = "item"  # kind of an entry whose elements are the bytes of a range of a file
@@ -30,6 +31,8 @@ SCHEDULER = re.compile(r"scheduler(?:_\d+)?\.bin")
 _OWN = re.compile(r"custom_checkpoint_\d+\.pkl|(?:sampler|dl_state_dict)(?:_\d+)?\.bin")
 # Functions that a program registers with ``register_save_state_pre_hook`` save models into folders
 # of their own with ``save_pretrained``: diffusers' examples ``unet/`` and ``unet_ema/``.
+ADAPTER = "adapter_model"  # the part of a state that is an adapter's weights
+LORA = "pytorch_lora_weights.safetensors"  # in place of all folders, from its examples with LoRA
 _CONFIGS = ("config.json", "adapter_config.json")
 _MODEL_FILE = re.compile(r".*\.(safetensors|bin|json)")
 # ``save_accelerator_state`` writes one for each process, so they identify the directory.
@@ -67,19 +70,46 @@ def list_outside(location: Location) -> list[Path]:
 
 
 def _list_own(location: Location) -> Iterator[tuple[str, Path, Path]]:
-    """Yield name, path and checkpoint directory of the files that Accelerate reads back whole."""
     for name, path in location.files.items() if _is_accelerates(location) else ():
         if is_accelerates_own(name) or SCHEDULER.fullmatch(name):
             yield name, path, path.parent
 
 
 def _list_hooked(location: Location) -> Iterator[tuple[str, Path, Path]]:
-    """Yield name, path and checkpoint directory of the files that hooks of the program saved."""
-    for folder, inner in location.folders.items() if _is_accelerates(location) else ():
-        if any(name in inner.files for name in _CONFIGS):
-            for name, path in inner.files.items():
-                if _MODEL_FILE.fullmatch(name):
-                    yield f"{folder}/{name}", path, path.parents[1]
+    if _is_accelerates(location) and LORA in location.files:
+        yield LORA, location.files[LORA], location.files[LORA].parent
+    for folder, inner in find_hooked_models(location).items():
+        for name, path in inner.files.items():
+            if _MODEL_FILE.fullmatch(name):
+                yield f"{folder}/{name}", path, path.parents[1]
+
+
+def find_hooked_models(location: Location) -> dict[str, Location]:
+    """Return the folders in which hooks of the program saved a model, by name.
+
+    The result is empty if the directory is not Accelerate's.
+    """
+    folders = location.folders.items() if _is_accelerates(location) else ()
+    return {
+        name: folder for name, folder in folders if any(file in folder.files for file in _CONFIGS)
+    }
+
+
+def select_hook_files(train: TrainState, *, written: str = "") -> dict[str, str]:
+    """Return the files of hooks without the weights in a folder that is written."""
+    return {
+        name: path
+        for name, path in train.hook_files.items()
+        if not (name == written or (name.startswith(f"{written}/") and ".safetensors" in name))
+    }
+
+
+def find_hooked_weights(train: TrainState) -> str:
+    """Return the folder of the hooks, or their file, whose weights are read; empty if none is."""
+    read = train.keys.get("model", "")
+    if read == ADAPTER and LORA in train.hook_files:
+        return LORA
+    return read if f"{read}/config.json" in train.hook_files else ""
 
 
 def _is_accelerates(location: Location) -> bool:
@@ -89,6 +119,12 @@ def _is_accelerates(location: Location) -> bool:
 def is_accelerates_own(name: str) -> bool:
     """Return whether only Accelerate's directories have a file for this content."""
     return _OWN.fullmatch(name) is not None
+
+
+def find_hooked_folder(manifest: Manifest) -> Path | None:
+    """Return the folder of the hooks whose weights are read; None if none is."""
+    path = manifest.train.hook_files.get(f"{find_hooked_weights(manifest.train)}/config.json")
+    return as_path(path).parent if path else None
 
 
 def select_entries(manifest: Manifest, skeleton: Skeleton) -> list[Entry]:
@@ -121,11 +157,15 @@ def describe_lost(kept: Mapping[str, str]) -> list[str]:
     return [f"{name} was not copied: {_WHY[_get_stem(name)]}" for name in own]
 
 
-def describe_lost_models(hook_files: Iterable[str], copied: Container[str]) -> list[str]:
-    """Return a note for each folder of a program's hooks that is not among the copied files."""
-    folders = dict.fromkeys(name.partition("/")[0] for name in hook_files if name not in copied)
+def describe_lost_models(hook_files: Iterable[str], written: Iterable[str]) -> list[str]:
+    """Return a note for each folder or file of a program's hooks that is not written."""
+    kept, named = (
+        dict.fromkeys("".join(name.partition("/")[:2]) for name in names)
+        for names in (written, hook_files)
+    )
+    folders = (folder for folder in named if folder not in kept)
     return [
-        f"{folder}/ was not copied: a function of the program saved it beside the checkpoint"
+        f"{folder} was not copied: a function of the program saved it beside the checkpoint"
         for folder in folders
     ]
 

@@ -12,7 +12,7 @@ from reshard.errors import UnsupportedError, UsageError
 from reshard.training.optimizers import AMSGRAD, MOMENTS, is_adam
 from reshard.training.param_groups import StateAndNotes
 from reshard.training.state import TrainedGroup, TrainedParameter, Weight, WritableState
-from reshard.units import some
+from reshard.units import abridge
 
 _LISTED = 4
 
@@ -84,7 +84,6 @@ def find_idle(
 
 
 def _find_new(groups: Iterable[TrainedGroup]) -> dict[str, tuple[str, ...]]:
-    """Return the parameters without state that an Adam has updated 0 times, and their slots."""
     return {
         member.fqn: _list_slots(group.hyper)
         for group in groups
@@ -95,7 +94,6 @@ def _find_new(groups: Iterable[TrainedGroup]) -> dict[str, tuple[str, ...]]:
 
 
 def _list_slots(hyper: Mapping[str, Any]) -> tuple[str, ...]:
-    """Return the slots of an Adam with the hyper-parameters of a param group."""
     return (*MOMENTS, *[AMSGRAD] * bool(hyper.get("amsgrad")))
 
 
@@ -126,7 +124,7 @@ def start_idle(state: WritableState, dtype: DType) -> StateAndNotes:
         replace(group, members=tuple(start(m) if m.fqn in idle else m for m in group.members))
         for group in state.groups
     )
-    whose = some([member.fqn for member in members if member.fqn in idle], _LISTED)
+    whose = abridge([member.fqn for member in members if member.fqn in idle], _LISTED)
     why = "(never stepped, or frozen)" if dtypes else "(it has made no step)"
     note = f"Adam has no state of {whose} {why}: zeros at step 0 are written"
     return replace(state, groups=groups), [note]
@@ -144,7 +142,9 @@ def _build_group(
             ' entry with "match" for each group',
         )
     # SGD and RMSprop have momentum; a group with state but without betas is of another optimizer.
-    if "momentum" in group.hyper or ("betas" not in group.hyper and _was_stepped(group)):
+    if "momentum" in group.hyper or (
+        "betas" not in group.hyper and any(member.slots for member in group.members)
+    ):
         raise UnsupportedError(
             state.manifest.origin.path,
             "was trained by another optimizer than the Adam that --init-optimizer zeros starts",
@@ -160,10 +160,6 @@ def _build_group(
         for m in group.members
     )
     return TrainedGroup(hyper, members)
-
-
-def _was_stepped(group: TrainedGroup) -> bool:
-    return any(member.slots for member in group.members)
 
 
 def _build_zeros(weight: Weight, slot: str, dtype: DType) -> Entry:

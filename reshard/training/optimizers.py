@@ -37,6 +37,7 @@ class OptimizerTraits(NamedTuple):
             rank of ZeRO or FSDP has the value of its own piece.
         counter: where it counts its updates: in each parameter's state, in its param group, or
             nowhere.
+        never_negative: slots that are sums, means or maxima of squares or magnitudes.
     """
 
     name: str
@@ -47,7 +48,6 @@ class OptimizerTraits(NamedTuple):
     scalars: tuple[str, ...] = ()
     recomputed: tuple[str, ...] = ()
     counter: Counter = "state"
-    note: str = ""
     never_negative: tuple[str, ...] = ()
 
     def fits(self, slots: Collection[str]) -> bool:
@@ -109,8 +109,7 @@ ROWS = (
     OptimizerTraits(
         "Muon",
         ("momentum_buffer",),
-        counter="none",
-        note="the Adam beside it counts; at ZeRO stages 1 and 2 each rank keeps whole matrices",
+        counter="none",  # the Adam beside it counts
     ),
     OptimizerTraits("SGD", (), optional=("momentum_buffer",), counter="none"),
     OptimizerTraits("Adagrad", ("sum",), never_negative=("sum",)),
@@ -140,8 +139,7 @@ ROWS = (
         "schedule-free AdamW",
         ("z", "exp_avg_sq"),
         optional=("exp_avg",),
-        counter="group",
-        note="k, weight_sum and lr_max stand in the param group",
+        counter="group",  # as k, beside weight_sum and lr_max
         never_negative=("exp_avg_sq",),
     ),
     OptimizerTraits("schedule-free SGD", ("z",), optional=("momentum_buffer",), counter="group"),
@@ -168,7 +166,7 @@ NEVER_NEGATIVE = frozenset(
         *(f"{prefix}{name}" for prefix in ("", BITSANDBYTES) for name in _OF_BITSANDBYTES),
     ]
 )
-"""Slots that are sums, means or maxima of squares or magnitudes."""
+"""The ``never_negative`` slots of the whole table, and those of bitsandbytes."""
 
 MATRICES = frozenset(name for row in ROWS for name in row.matrices)
 """Slots of a shape of their own, which may be the parameter's by chance."""

@@ -25,7 +25,7 @@ from reshard.core.manifest import MEMBER_LISTS, ParamGroup
 from reshard.errors import UsageError
 from reshard.training.optimizers import has_moments
 from reshard.training.state import TrainedGroup, TrainedParameter, WritableState
-from reshard.units import counted, some
+from reshard.units import abridge, counted
 
 PER_GROUP = ("base_lrs", "_last_lr", "lr_lambdas")  # lists in torch's schedulers
 _OWN_KEYS = ("match", "fqns", "frozen")
@@ -178,10 +178,6 @@ def regroup(state: WritableState, given: GroupRules) -> StateAndNotes:
     """Return the state with the groups of a file, each in the order of the weights.
 
     A hyper-parameter that a group does not give is taken from its members' groups in the source.
-
-    Raises:
-        UsageError: a parameter is in no group or in two, a group takes none, a name is unknown, or
-            a group leaves out a hyper-parameter that differs between the source's groups.
     """
     new = _collect_new_members(state, given)
     trained = _collect_members(state) | new
@@ -253,7 +249,6 @@ def replace_groups(
 
 
 def _collect_members(state: WritableState) -> dict[str, _GroupMember]:
-    """Return the members of the source's groups; without groups, every unfrozen parameter."""
     if state.groups:
         return {
             member.fqn: _GroupMember(member, number)
@@ -268,7 +263,6 @@ def _collect_members(state: WritableState) -> dict[str, _GroupMember]:
 
 
 def _collect_new_members(state: WritableState, given: GroupRules) -> dict[str, _GroupMember]:
-    """Return the parameters outside of the source's groups that a rule adds to a group."""
     trained = {member.fqn for member in state.members}
     rules = [rule for rule in given.rules if rule.frozen is False]
     return {
@@ -283,12 +277,9 @@ def _collect_new_members(state: WritableState, given: GroupRules) -> dict[str, _
 def _follow_empty(
     state: WritableState, trained: Mapping[str, _GroupMember], given: GroupRules
 ) -> dict[str, _GroupMember]:
-    """Return the members, with exactly those parameters without elements that the rules name.
-
-    The optimizer decides whether a group contains them: ZeRO leaves them out (DeepSpeed 0.19.8
-    ``runtime/utils.py``, ``is_optimized_parameter``); torch's optimizers keep them without a state,
-    so that a checkpoint of stage 0 does not name them.
-    """
+    # The optimizer decides whether a group contains them: ZeRO leaves them out (DeepSpeed 0.19.8
+    # ``runtime/utils.py``, ``is_optimized_parameter``); torch's optimizers keep them without a
+    # state, so that a checkpoint of stage 0 does not name them.
     tied = state.manifest.tied
     named = {tied.get(fqn, fqn) for rule in given.rules for fqn in rule.fqns}
     empty = [weight for weight in state.weights if weight.is_float and 0 in weight.shape]
@@ -351,7 +342,8 @@ def _refuse_unassigned(
         raise UsageError(
             given.where,
             f"has no group for {_list_some(none)}",
-            f"if the new run freezes them, pass {_FREEZE} to reshard split --param-groups FILE"
+            "create the live model like the run's, with its tie_word_embeddings; if the new run"
+            f" freezes them, pass {_FREEZE} to reshard split --param-groups FILE"
             if given.live
             else f"add a group without match for the rest, or {_FREEZE} if they are frozen now",
         )
@@ -388,10 +380,7 @@ def _merge_hyper(
 def _refuse_incomplete_adam(
     given: GroupRules, number: int, hyper: Mapping[str, Any], members: Sequence[TrainedParameter]
 ) -> None:
-    """Refuse a group without hyper-parameters that an Adam reads at every step.
-
-    It applies to a source that keeps none (DeepSpeed's ``elastic_checkpoint``).
-    """
+    # A source may keep none (DeepSpeed's ``elastic_checkpoint``).
     lacking = [key for key in ("lr", "betas", "eps", "weight_decay") if key not in hyper]
     if lacking and has_moments({name for member in members for name in member.slots}):
         raise UsageError(
@@ -463,4 +452,4 @@ def _regroup_lists(state: WritableState, scheduler: Any, origins: Sequence[Seque
 
 
 def _list_some(fqns: Iterable[str]) -> str:
-    return some([repr(fqn) for fqn in fqns], _SHOWN)
+    return abridge([repr(fqn) for fqn in fqns], _SHOWN)

@@ -20,7 +20,7 @@ from reshard.containers import torch_reader
 from reshard.containers.pickles import trust
 from reshard.containers.pickles.values import Call, Global
 from reshard.containers.torch_objects import Tensor, TorchFile
-from reshard.containers.torch_writer import AS_WRITTEN, Slot, Storage
+from reshard.containers.torch_writer import AS_WRITTEN, Storage, StorageView
 from reshard.core.chunks import Chunk
 from reshard.core.dtypes import UINT8
 from reshard.core.manifest import SourceFile
@@ -81,13 +81,7 @@ class RankRng:
 
 
 def read(paths: Iterable[str]) -> tuple[RankRng, ...]:
-    """Read the states in several files.
-
-    Raises:
-        CorruptError: a file has no random states.
-        UnsafeError: its pickle names unknown classes.
-        UnsupportedError: a generator is of another kind.
-    """
+    """Read the states in several files."""
     with SourceFiles() as pool:
         return tuple(map_files(paths, lambda path: _read(_open(path), pool)))
 
@@ -251,7 +245,7 @@ def _iterate_items(state: RankRng, dialect: Dialect) -> Iterator[tuple[str, Any]
         built = (
             build_tensor(stored)
             if isinstance(stored, bytes)
-            else [build_tensor(each) for each in stored]
+            else [build_tensor(state) for state in stored]
         )
         yield dialect.device.format(name), built
 
@@ -262,6 +256,6 @@ def _build_array(words: Sequence[int]) -> Call:
     return Call(_RECONSTRUCT[0], (Global("numpy.ndarray"), (0,), b"b"), state)
 
 
-def build_tensor(raw: bytes) -> Slot:
+def build_tensor(raw: bytes) -> StorageView:
     """Build a vector of bytes."""
-    return Slot(Storage(UINT8, len(raw), data=raw), (len(raw),))
+    return StorageView(Storage(UINT8, len(raw), data=raw), (len(raw),))

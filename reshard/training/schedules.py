@@ -60,8 +60,9 @@ def is_torchs(scheduler: Any) -> bool:
 
 
 def is_deepspeeds(scheduler: Any) -> bool:
-    """Return whether it is one of DeepSpeed's own schedulers, which the engine saves."""
-    return isinstance(scheduler, Mapping) and _DEEPSPEEDS_STEPS in scheduler
+    """Return whether only a scheduler of DeepSpeed loads it: one of torch would take no count."""
+    is_counted = isinstance(scheduler, Mapping) and _DEEPSPEEDS_STEPS in scheduler
+    return is_counted and not is_torchs(scheduler)
 
 
 def count_steps_per_update(train: TrainState, processes: int) -> int | None:
@@ -78,7 +79,7 @@ def count_steps_per_update(train: TrainState, processes: int) -> int | None:
     updates = max(train.optimizer_step.values(), default=None)
     if type(steps) is not int or updates is None:
         return None
-    return next((each for each in (processes, 1) if steps == each * updates), None)
+    return next((count for count in (processes, 1) if steps == count * updates), None)
 
 
 def find_factor(manifest: Manifest, processes: int) -> Fraction:
@@ -140,7 +141,10 @@ def _describe_file(
     name: str, scaled: ScaledSchedule | None, before: int, processes: int
 ) -> Iterator[str]:
     if scaled is None:
-        yield f"{name} is not a torch scheduler's state: copied as saved for {before} processes"
+        yield (
+            f"{name} is not a torch scheduler's state, or has tensors: copied as saved for"
+            f" {before} processes"
+        )
         return
     changes = ", ".join(scaled.changes)
     yield f"{name}: {changes} (counted for {processes} processes instead of {before})"
@@ -194,11 +198,11 @@ def _scale_value(
     rule = _RULES.get(key)
     if key == _INNER and isinstance(value, list):
         inner = [
-            scale(each, factor) if isinstance(each, dict) else ScaledSchedule(each)
-            for each in value
+            scale(item, factor) if isinstance(item, dict) else ScaledSchedule(item)
+            for item in value
         ]
-        result.inexact += [text for each in inner for text in each.inexact]
-        return [each.state for each in inner]
+        result.inexact += [text for part in inner for text in part.inexact]
+        return [part.state for part in inner]
     # A decay by gamma at each step has to reach the same value after more or fewer steps.
     if key == "gamma" and _decays_every_step(state):
         return float(value) ** float(1 / factor)
@@ -228,14 +232,13 @@ def _scale_calls(value: Any, factor: Fraction) -> Any:
 
 
 def _scale_length(value: Any, factor: Fraction) -> Any:
-    """Scale a length that formulas divide by; the result is whole if possible."""
     new = Fraction(value) * factor
     return int(new) if new.denominator == 1 and isinstance(value, int) else float(new)
 
 
 def _scale_milestones(value: Any, factor: Fraction) -> Any:
     if isinstance(value, list):
-        return [_scale_count(each, factor) for each in value]
+        return [_scale_count(milestone, factor) for milestone in value]
     if isinstance(value, Call) and value.name == _COUNTER and value.args:
         merged: dict[int, int] = {}
         for at, times in value.args[0].items():
@@ -245,8 +248,7 @@ def _scale_milestones(value: Any, factor: Fraction) -> Any:
 
 
 def _scale_phases(value: Any, factor: Fraction) -> Any:
-    """Scale OneCycleLR's phases, whose ends are numbers of steps."""
-    return [{**each, "end_step": _scale_length(each["end_step"], factor)} for each in value]
+    return [{**phase, "end_step": _scale_length(phase["end_step"], factor)} for phase in value]
 
 
 _RULES: dict[str, Callable[[Any, Fraction], Any]] = {

@@ -57,7 +57,7 @@ def list_files(directory: Path) -> dict[str, str]:
 
 def compare(directories: Iterable[Path], fqns: Iterable[str]) -> Modules:
     """Compare the names of weights with the first ``modules.json`` in some directories."""
-    path = next((each / _LIST for each in directories if (each / _LIST).is_file()), None)
+    path = next((near / _LIST for near in directories if (near / _LIST).is_file()), None)
     listed = _read(path) if path else {}
     if path is None or not listed:
         return Modules()
@@ -77,12 +77,11 @@ def compare(directories: Iterable[Path], fqns: Iterable[str]) -> Modules:
 
 
 def _read(path: Path) -> dict[str, str]:
-    """Return the folder of each module by its name; nothing if another program wrote the file."""
     try:
         content = read_json(path)
     except CorruptError:
         return {}
-    if not isinstance(content, list) or not all(isinstance(each, dict) for each in content):
+    if not isinstance(content, list) or not all(isinstance(module, dict) for module in content):
         return {}
-    pairs = [(each.get("name"), each.get("path")) for each in content]
+    pairs = [(module.get("name"), module.get("path")) for module in content]
     return {name: at for name, at in pairs if isinstance(name, str) and isinstance(at, str)}

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from itertools import islice
 
 from reshard.containers.torch_objects import read_number
-from reshard.containers.torch_writer import Part, Slot, Storage, build_number
+from reshard.containers.torch_writer import Storage, StorageBlock, StorageView, build_number
 from reshard.core.box import whole
 from reshard.core.chunks import Chunk
 from reshard.core.manifest import Entry
@@ -22,25 +22,25 @@ from reshard.training.state import TrainedParameter, collect_scalar_names
 
 def build_shared_scalars(
     members: Sequence[TrainedParameter], why: str, remedy: str
-) -> dict[str, Slot]:
+) -> dict[str, StorageView]:
     """Return the 0-d values of a flat tensor's state, which all its members share.
 
     Args:
         why: what holds one value for all of them, for the message.
     """
-    scalars: dict[str, Slot] = {}
+    scalars: dict[str, StorageView] = {}
     for name in sorted(collect_scalar_names(members)):
         entries = {m.fqn: entry for m in members if (entry := m.slots.get(name)) is not None}
         if name in optimizers.RECOMPUTED:  # one value serves all
             entries = dict(islice(entries.items(), 1))
         _refuse_unequal(name, entries, why, remedy)
         # All members fill the one element, so that each counts as written.
-        parts = tuple(Part(name, fqn, (), whole(())) for fqn in entries)
-        scalars[name] = Slot(Storage(next(iter(entries.values())).dtype, 1, parts), ())
+        parts = tuple(StorageBlock(name, fqn, (), whole(())) for fqn in entries)
+        scalars[name] = StorageView(Storage(next(iter(entries.values())).dtype, 1, parts), ())
     return scalars
 
 
-def copy_scalars(members: Sequence[TrainedParameter]) -> dict[str, Slot]:
+def copy_scalars(members: Sequence[TrainedParameter]) -> dict[str, StorageView]:
     """Return the 0-d values of one flat tensor's members, for another one that has no state."""
     found: dict[str, Entry] = {}
     for member in members:
@@ -54,7 +54,6 @@ def copy_scalars(members: Sequence[TrainedParameter]) -> dict[str, Slot]:
 
 
 def _refuse_unequal(name: str, entries: Mapping[str, Entry], why: str, remedy: str) -> None:
-    """Refuse members with different values of a 0-d slot."""
     values: dict[Chunk, float] = {}
     first: tuple[str, float] | None = None
     with SourceFiles() as files:

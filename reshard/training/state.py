@@ -27,7 +27,7 @@ from reshard.core.stamps import Save, Stamp
 from reshard.errors import SAVE_NAMES, IncompleteError, UnsupportedError
 from reshard.training import optimizers
 from reshard.training.rng import RankRng
-from reshard.units import some
+from reshard.units import abridge
 
 _SAMPLERS = ("data_sampler", "random_ltd")  # of DeepSpeed
 
@@ -233,8 +233,8 @@ def _build_groups(
     if unknown and not may_lack_weights:
         raise IncompleteError(
             manifest.origin.path,
-            f"has optimizer state of {some([repr(fqn) for fqn in unknown], 1)}, but no weights of"
-            f" these names, only {some([repr(fqn) for fqn in weights], 1)}",
+            f"has optimizer state of {abridge([repr(fqn) for fqn in unknown], 1)}, but no weights"
+            f" of these names, only {abridge([repr(fqn) for fqn in weights], 1)}",
             "pass weights that have the names of the optimizer (torchtune's Hugging Face"
             " checkpointer renames the weights alone), write only the weights (--weights-only), or"
             " leave out --to (torchtitan trains wqkv as one parameter)",
@@ -243,7 +243,7 @@ def _build_groups(
     if lost:
         raise IncompleteError(
             manifest.origin.path,
-            f"has optimizer state of {some([repr(fqn) for fqn in lost], 1)}, which is in no"
+            f"has optimizer state of {abridge([repr(fqn) for fqn in lost], 1)}, which is in no"
             " parameter group",
             "pass --weights-only",
         )
@@ -312,7 +312,7 @@ def refuse_without_optimizer(
         + "pass --init-optimizer none to write only the weights"
         + (", or start a new Adam: --init-optimizer zeros --param-groups FILE" if can_start else "")
         + (
-            f"; or pass another checkpoint of the run, if that has it: {some(others)}"
+            f"; or pass another checkpoint of the run, if that has it: {abridge(others)}"
             if others
             else ""
         ),
@@ -325,7 +325,7 @@ def build_unnamed_error(manifest: Manifest, otherwise: str = "") -> IncompleteEr
     Args:
         otherwise: what else the user can do.
     """
-    which = some(manifest.unnamed_optimizers, 1)
+    which = abridge(manifest.unnamed_optimizers, 1)
     which, unnamed = f"an optimizer ({which})" if which else "an optimizer", manifest.unnamed
     reason, advice = "no file states to which ones they belong", _NAME_MODEL
     if unnamed is not None:

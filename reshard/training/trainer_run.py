@@ -16,7 +16,7 @@ from typing import Any, Literal, NamedTuple
 
 from reshard.core.dtypes import BFLOAT16, FLOAT16, FLOAT32, DType
 from reshard.core.manifest import Skeleton, TrainState
-from reshard.core.schema import COUNT, TEXT, a, expect, record, sequence
+from reshard.core.schema import COUNT, TEXT, expect, make_kind, record, sequence
 from reshard.errors import UsageError
 
 NAME = "trainer"
@@ -35,7 +35,7 @@ _SETTINGS = record(
     fsdp_auto_wrap_policy=TEXT,
     fsdp_transformer_layer_cls_to_wrap=sequence(TEXT),
     fsdp_min_num_params=COUNT,
-    fsdp_use_orig_params=a("true or false", lambda value: isinstance(value, bool)),
+    fsdp_use_orig_params=make_kind("true or false", lambda value: isinstance(value, bool)),
 )
 # Settings that may differ at each start of the program, and those that only distribute a run over
 # ranks: two checkpoints of the same training may differ in them.
@@ -179,11 +179,7 @@ def is_document(value: Mapping[str, Any] | None) -> bool:
 
 
 def read(value: Mapping[str, Any] | None, where: object) -> TrainerRun | None:
-    """Return the run that a ``trainer_state.json`` describes; None if it is HF Trainer's.
-
-    Raises:
-        CorruptError: it is the trainer's, and a value in it has the wrong type.
-    """
+    """Return the run that a ``trainer_state.json`` describes; None if it is HF Trainer's."""
     if value is None or not is_document(value):
         return None
     expect(where, value["progress"], _PROGRESS, "progress")

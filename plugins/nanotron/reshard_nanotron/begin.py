@@ -76,7 +76,6 @@ def rename(conversion: StateConversion, names: NameOptions) -> Naming:
 
 
 def _refuse_unknown(traits: Traits) -> None:
-    """Refuse features that nanotron's configurations cannot state."""
     hidden, heads = traits.hidden or 0, traits.heads or 1
     if traits.rope_scaling is not None:
         problem = f"scales rotary positions ({traits.rope_scaling})"
@@ -88,7 +87,6 @@ def _refuse_unknown(traits: Traits) -> None:
 
 
 def _make_config(traits: Traits, family: str, vocab_size: int | None) -> dict[str, Any]:
-    """Return ``model_config.json``, with nanotron's defaults for what no source states."""
     return {
         "bos_token_id": 1,
         "eos_token_id": 2,
@@ -145,7 +143,6 @@ def _compute_sort_key(fqn: str, config: Mapping[str, Any]) -> tuple[int, int]:
 def _make_cuts(
     weights: Sequence[Weight], stage: Mapping[str, int], described: Described
 ) -> Iterator[tuple[str, ParameterCut]]:
-    """Yield how tensor-parallel ranks share each parameter; a whole one is left out."""
     for weight in weights:
         # Both families, Llama and Qwen2, have gated linear units.
         split = described.table.require(weight.fqn, {}).rule.split(gated=True)
@@ -156,14 +153,12 @@ def _make_cuts(
 
 
 def _find_parts(weight: Weight, model: Architecture) -> tuple[int, ...]:
-    """Return the rows of the parameters that one fuses, each of which is cut by itself."""
     form = {_QKV: "qkv_rows", _GATE_UP: "gate_up"}
     name = next((form[part] for part in form if part in weight.fqn), None)
     return make_form(name, weight.shape[0], model).parts if name else ()
 
 
 def _make_stages(state: WritableState, stage_params: Sequence[Sequence[str]]) -> Iterator[Stage]:
-    """Yield the optimizer of each stage: a group per parameter, and their scheduler."""
     hypers: dict[str, dict[str, Any]] = {}
     for trained in state.groups:
         # nanotron's scheduler computes with numbers: a learning rate in a tensor becomes one.
@@ -181,7 +176,6 @@ def _make_stages(state: WritableState, stage_params: Sequence[Sequence[str]]) ->
 
 
 def _make_scheduler(hypers: Sequence[Mapping[str, Any]], step: int) -> dict[str, Any]:
-    """Return the state of nanotron's LambdaLR after so many updates."""
     return {
         "base_lrs": [hyper["initial_lr"] for hyper in hypers],
         "last_epoch": step,
@@ -195,10 +189,7 @@ def _make_scheduler(hypers: Sequence[Mapping[str, Any]], step: int) -> dict[str,
 
 
 def _make_metadata(state: WritableState, sequence: int) -> dict[str, Any]:
-    """Return ``checkpoint_metadata.json`` without its grid, with a single data stage.
-
-    nanotron checks that samples and tokens of the stages add up to those of the run.
-    """
+    # nanotron checks that samples and tokens of the stages add up to those of the run.
     samples, source = state.manifest.train.samples or 0, state.manifest.origin.format
     tokens = samples * sequence
     stage = {

@@ -82,7 +82,6 @@ def resolve_layout(state: WritableState, wanted: Wanted) -> RunFacts:
 
 
 def _change_stages(state: WritableState, stated: RunFacts, before: int, after: int) -> RunFacts:
-    """Return the layout of the run on another number of pipeline stages."""
     path, entries = state.manifest.origin.path, state.manifest.entries
     fqns = [fqn for kind, fqn in entries if kind == PARAM]
     blocks = stages.list_blocks(path, stated.config, fqns)
@@ -115,7 +114,6 @@ def _change_stages(state: WritableState, stated: RunFacts, before: int, after: i
 
 
 def _check_optimizer(state: WritableState, stated: RunFacts) -> None:
-    """Refuse an optimizer that would differ from the source's."""
     path, alone = state.manifest.origin.path, "write only the weights: --weights-only"
     if state.zero_slots or state.regrouped:
         raise UsageError(

@@ -103,7 +103,6 @@ def locate(location: Location) -> Location | None:
 
 
 def _holds_weights(location: Location | None, depth: int) -> bool:
-    """Return whether the file of a parameter is here or in the first folders below."""
     if location is None or depth == 0:
         return False
     if any(map(_WEIGHTS.fullmatch, location.files)):
@@ -134,7 +133,6 @@ def list_files(location: Location) -> CheckpointFiles:
 
 
 def _choose_schedulers(folder: Location | None) -> tuple[Path, ...]:
-    """Return the first rank's file of each stage, or the only file of a run."""
     if folder is None:
         return ()
     ranked = _require_all_ranks("scheduler", [*_find_ranked(folder, _SCHEDULERS)], AXES)
@@ -174,7 +172,6 @@ def _parse_file(path: Path, text: str | None) -> NamedFile:
 def _require_all_ranks(
     what: str, files: list[NamedFile], axes: tuple[str, ...]
 ) -> tuple[NamedFile, ...]:
-    """Return the files in rank order, if every rank of the axes has one."""
     if not files:
         return ()
     first = files[0]

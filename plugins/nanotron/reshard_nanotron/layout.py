@@ -126,6 +126,5 @@ def derive_cut(
 
 
 def _parse_width(text: str) -> int:
-    """Return the extent of one slice; the reader has checked its text."""
     start, stop, _ = text.split(",")
     return int(stop) - int(start) if "None" not in (start, stop) else 0

@@ -88,7 +88,6 @@ def read(listed: CheckpointFiles, parts: PartTable, pool: SourceFiles) -> Staged
 
 
 def _check_names(file: TorchFile) -> dict[Any, str]:
-    """Return index -> fqn, after a check of the structure of the file."""
     expect(file.path, file.root, _FILE)
     expect(file.path, file.root, fields(gradient_accumulator=mapping(TEXT)))
     names: dict[Any, str] = file.root["names"]
@@ -98,7 +97,6 @@ def _check_names(file: TorchFile) -> dict[Any, str]:
 def _iterate_tensors(
     file: TorchFile, names: Mapping[Any, str]
 ) -> Iterable[tuple[str, str, Tensor]]:
-    """Yield (fqn, kind, tensor) for every tensor with the shape of its parameter."""
     for index, slots in file.root["state"].items():
         if index not in names:
             raise CorruptError(file.path, f"has state at index {index!r}, which names no parameter")
@@ -135,7 +133,6 @@ def _add_tensor(
     stored: Chunk,
     rank: NamedFile,
 ) -> None:
-    """Add the chunks of one rank's tensor."""
     kind, fqn = key
     if "dp" in rank.ranks:
         start, stop = compute_piece(prod(part.local), rank.sizes["dp"], rank.rank("dp"))
@@ -165,7 +162,6 @@ def _add_tensor(
 def _add_non_tensors(
     found: StagedOptimizer, file: TorchFile, names: Mapping[Any, str], pool: SourceFiles
 ) -> None:
-    """Add the steps, which must be equal on all ranks, and state that is not tensors."""
     for index, slots in file.root["state"].items():
         fqn = names[index]
         value = slots.get(_STEP)
@@ -189,7 +185,6 @@ def _add_non_tensors(
 def _read_groups(
     found: StagedOptimizer, file: TorchFile, names: Mapping[Any, str]
 ) -> list[ParamGroup]:
-    """Return the param groups of a pipeline stage."""
     groups = []
     for group in file.root["param_groups"]:
         indices = group.get("params", ())

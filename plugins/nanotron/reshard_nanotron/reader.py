@@ -42,6 +42,7 @@ from reshard_nanotron.slices import RankPart
 from reshard_nanotron.stages import Stage
 
 _TENSOR = "data"
+_READ = (METADATA, MODEL_CONFIG)
 _SIZES = {"pp": "pp_size", "dp": "dp_size", "tp": "tp_size", "ep": "expert_parallel_size"}
 
 
@@ -101,6 +102,11 @@ def read(location: Location) -> Manifest:
             },
         ),
         trained_dtypes={fqn: entry.dtype for fqn, entry in weights.items()},
+        read_files=tuple(
+            str(path)
+            for path in (*map(listed.location.files.get, _READ), *listed.schedulers)
+            if path is not None
+        ),
         warnings=tuple(_write_notes(listed, states)),
         unknown_globals=trust.list_unknown(
             set().union(*(file.globals for file in [*states.files, *schedulers]))
@@ -116,11 +122,7 @@ def _read_weight(
     parts: dict[str, dict[tuple[int, int], RankPart]],
     cuts: dict[str, ParameterCut | None],
 ) -> Entry:
-    """Read a parameter of all ranks; add the part of each rank to ``parts``, the cut to ``cuts``.
-
-    Args:
-        opened: the headers of all files.
-    """
+    """Read a parameter of all ranks; add each rank's part to ``parts``, the cut to ``cuts``."""
     chunks: list[Chunk] = []
     first: Entry | None = None
     headers: list[Mapping[str, str]] = []
@@ -158,18 +160,16 @@ def _read_weight(
 
 
 def _read_json(location: Location, name: str) -> dict[str, Any]:
-    """Read a file beside the weights; return an empty dict if there is none."""
     path = location.files.get(name)
     return read_json_object(path) if path else {}
 
 
 def _build_stages(found: StagedOptimizer, schedulers: Sequence[Any]) -> tuple[Stage, ...]:
-    """Return the param groups and the scheduler of each pipeline stage."""
     # Without an optimizer the schedulers are those of the stages.
     groups: Sequence[Sequence[ParamGroup]] = found.stages or [()] * len(schedulers)
     shared = schedulers[0] if len(schedulers) == 1 else None
     schedulers_of = schedulers if len(schedulers) == len(groups) else [shared] * len(groups)
-    return tuple(Stage(tuple(g), each) for g, each in zip(groups, schedulers_of, strict=True))
+    return tuple(Stage(tuple(group), own) for group, own in zip(groups, schedulers_of, strict=True))
 
 
 def _get_int(table: Mapping[str, Any] | None, name: str) -> int | None:
@@ -206,7 +206,6 @@ def _read_sizes(location: Location) -> dict[str, int]:
 def _sort_weights(
     weights: Mapping[str, Entry], stage_list: Sequence[Stage], whole: Stage
 ) -> tuple[Sequence[str], bool]:
-    """Return the weights in the model's order, and whether that order is known."""
     fqns = [fqn for group in whole.groups for fqn in group.fqns]
     # Several groups of several parameters each (with and without decay) do not keep the order.
     in_order = len(whole.groups) == 1 or stages.is_one_each(stage_list)

@@ -97,7 +97,6 @@ def parse_part(path: str, metadata: Mapping[str, str], local: Index) -> RankPart
 
 
 def _split_contiguous(box: Box, shape: Index) -> Iterator[Box]:
-    """Yield parts of the box, each of which is one run of a tensor of this shape."""
     start, stop = flat_span(box, shape)
     if stop - start == box.volume:
         yield box
@@ -117,7 +116,6 @@ def _parse_size(text: str) -> int:
 
 
 def _parse_box(path: str, text: str, shape: Index) -> Box:
-    """Return the box of one side of a pair."""
     ranges = []
     for part, size in zip(text.split("|"), shape, strict=True):
         start, stop, step = (None if n == "None" else int(n) for n in part.split(","))

@@ -85,7 +85,7 @@ def redistribute(
             )
     indices = _find_groups(stages)
     if indices is not None:
-        return tuple(_pick_groups(stages, (indices[fqn] for fqn in each)) for each in fqns)
+        return tuple(_pick_groups(stages, (indices[fqn] for fqn in names)) for names in fqns)
     hypers = [[group.hyper for group in stage.groups] for stage in stages]
     if any(one != two for one, two in pairwise(hypers)):
         raise UnsupportedError(
@@ -100,28 +100,26 @@ def redistribute(
     return tuple(
         Stage(
             tuple(
-                ParamGroup(hyper, tuple(fqn for fqn in each if fqn in members))
+                ParamGroup(hyper, tuple(fqn for fqn in names if fqn in members))
                 for hyper, members in zip(hypers[0], same, strict=True)
             ),
             stages[0].scheduler,
         )
-        for each in fqns
+        for names in fqns
     )
 
 
 def _find_groups(stages: Sequence[Stage]) -> dict[str, _GroupIndex] | None:
-    """Return the (first) group of each parameter; None if parameters share a group."""
     if not is_one_each(stages):
         return None
     first: dict[str, _GroupIndex] = {}
-    for stage, each in enumerate(stages):
-        for number, group in enumerate(each.groups):
+    for stage, own in enumerate(stages):
+        for number, group in enumerate(own.groups):
             first.setdefault(group.fqns[0], (stage, number))
     return first
 
 
 def _pick_groups(stages: Sequence[Stage], indices: Iterable[_GroupIndex]) -> Stage:
-    """Return these groups, and a scheduler with their values."""
     chosen = list(indices)
     groups = tuple(stages[stage].groups[number] for stage, number in chosen)
     scheduler = stages[0].scheduler if stages else None
@@ -139,15 +137,14 @@ def _pick_groups(stages: Sequence[Stage], indices: Iterable[_GroupIndex]) -> Sta
 
 
 def _has_value_per_group(stages: Sequence[Stage], key: str) -> bool:
-    lists = [each.scheduler.get(key) for each in stages if isinstance(each.scheduler, dict)]
+    lists = [stage.scheduler.get(key) for stage in stages if isinstance(stage.scheduler, dict)]
     return len(lists) == len(stages) and all(
-        isinstance(values, list) and len(values) == len(each.groups)
-        for values, each in zip(lists, stages, strict=True)
+        isinstance(values, list) and len(values) == len(stage.groups)
+        for values, stage in zip(lists, stages, strict=True)
     )
 
 
 def _drop_per_group(scheduler: Any) -> Any:
-    """Return the values of a scheduler that are not per group."""
     if not isinstance(scheduler, dict):
         return scheduler
     return {key: value for key, value in scheduler.items() if key not in PER_GROUP}
@@ -252,7 +249,7 @@ def list_costs(config: Mapping[str, Any]) -> dict[str, int]:
 
     The result is empty if the configuration is not one of a known model.
     """
-    family = next((each for each in _FAMILIES if config.get(each.flag) is True), None)
+    family = next((family for family in _FAMILIES if config.get(family.flag) is True), None)
     names = ("num_hidden_layers", "num_attention_heads", "hidden_size", "vocab_size")
     sizes = [size for name in names if type(size := config.get(name)) is int and size > 0]
     if family is None or len(sizes) < len(names):

@@ -16,7 +16,7 @@ from math import prod
 from typing import Any
 
 from reshard.containers import safetensors, skeletons, torch_writer
-from reshard.containers.torch_writer import Part, Slot, Storage
+from reshard.containers.torch_writer import Storage, StorageBlock, StorageView
 from reshard.core.box import Index
 from reshard.core.chunks import contiguous
 from reshard.core.dtypes import FLOAT32, DType
@@ -58,8 +58,6 @@ def describe_omissions(state: WritableState, wanted: Wanted) -> Iterator[str]:
 
 
 class _RunWriter:
-    """The files of every rank, below the step's directory."""
-
     def __init__(self, state: WritableState, wanted: Wanted, known: RunFacts) -> None:
         self._state, self._wanted, self._known = state, wanted, known
         self._members = {member.fqn: member for member in state.members}
@@ -82,7 +80,6 @@ class _RunWriter:
                 yield _lay_out_weight(name, entry, dtype, self._find_part(weight, rank), header)
 
     def _find_source(self, weight: Weight) -> tuple[Entry, DType]:
-        """Return the entry that fills a weight, and its dtype in the output."""
         dtype = self._wanted.dtype if weight.dtype.family == "float" else None
         trained = self._state.manifest.entries.get((PARAM, weight.fqn))
         # A stored working copy is written as it is; only another dtype is rounded from the master.
@@ -100,23 +97,20 @@ class _RunWriter:
         )
 
     def _format_suffix(self, stage: int, rank: int, word: str = "", data: int | None = None) -> str:
-        """Return the suffix of a rank's file names."""
         sizes = self._wanted.sizes
         parts = [f"pp{word}-{stage}-of-{sizes.pipeline}"]
         parts += [] if data is None else [f"dp{word}-{data}-of-{self._wanted.data}"]
         return "_".join((*parts, f"tp{word}-{rank}-of-{sizes.tensor}"))
 
     def _iterate_writers(self) -> Iterator[tuple[int, int, int | None, str]]:
-        """Yield (stage, tensor rank, data rank, suffix) of the ranks that write an optimizer."""
         data = range(self._wanted.data) if self._wanted.zero else (None,)
         for stage in range(self._wanted.sizes.pipeline):
-            for each in data:
+            for data_rank in data:
                 for rank in range(self._ranks):
-                    at = self._format_suffix(stage, rank, data=each)
-                    yield stage, rank, each, f"{at}_exp-0-of-1"
+                    at = self._format_suffix(stage, rank, data=data_rank)
+                    yield stage, rank, data_rank, f"{at}_exp-0-of-1"
 
     def lay_out_optimizers(self) -> Iterator[Skeleton]:
-        """Yield one file per rank, and the file that describes how ranks share the optimizer."""
         config = json.dumps(self._build_config()).encode()
         yield skeletons.lay_out_bytes("optimizer/optimizer_config.json", config)
         for stage, rank, data, at in self._iterate_writers():
@@ -124,14 +118,12 @@ class _RunWriter:
             yield torch_writer.lay_out_object(f"optimizer/optimizer_{at}.pt", root)
 
     def lay_out_schedulers(self) -> Iterator[Skeleton]:
-        """Yield the scheduler of each stage, for each of its ranks."""
         for stage, _, _, at in self._iterate_writers():
             scheduler = self._known.stages[stage].scheduler
             if scheduler is not None and torch_state_dict.is_restorable(scheduler):
                 yield torch_writer.lay_out_object(f"{SCHEDULER}/{SCHEDULER}_{at}.pt", scheduler)
 
     def lay_out_descriptions(self) -> Iterator[Skeleton]:
-        """Yield ``checkpoint_metadata.json`` and the model's configuration, if known."""
         about, config = self._state.manifest.train.client.get(METADATA), self._known.config
         if about is not None:
             grid = {"tp": self._ranks, "dp": self._wanted.data}
@@ -143,7 +135,6 @@ class _RunWriter:
     # The optimizer
 
     def _build_config(self) -> dict[str, Any]:
-        """Return ``optimizer_config.json`` of the first rank, with its numbers as text."""
         wanted = self._wanted
         kind = "NamedOptimizer"
         if any(self._state.manifest.of_kind(MASTER)):
@@ -177,7 +168,6 @@ class _RunWriter:
                 yield str(rank), [str(start), str(stop)]
 
     def _build_optimizer(self, stage: int, rank: int, data: int | None) -> dict[str, Any]:
-        """Return a rank's state dict, with the parameters of which it has at least one element."""
         groups: list[dict[str, Any]] = []
         own: list[_OptimizedRun] = []
         for group in self._known.stages[stage].groups:
@@ -205,21 +195,18 @@ class _RunWriter:
         return _OptimizedRun(member, part, start, stop, (stop - start,))
 
     def _build_slots(self, own: _OptimizedRun) -> dict[str, Any]:
-        """Return the state of one parameter: step, slots, and values that are not tensors."""
         member, slots = own.member, dict[str, Any]()
         if member.step is not None:
             data = struct.pack("<f", member.step)
-            slots["step"] = Slot(Storage(FLOAT32, 1, data=data), ())
+            slots["step"] = StorageView(Storage(FLOAT32, 1, data=data), ())
         for name, entry in member.slots.items():
             parts = tuple(own.make_parts(entry))
-            slots[name] = Slot(Storage(entry.dtype, own.numel, parts), own.shape)
+            slots[name] = StorageView(Storage(entry.dtype, own.numel, parts), own.shape)
         return {**slots, **torch_state_dict.get_non_tensor_state(self._state, member)}
 
 
 @dataclass(frozen=True, slots=True)
 class _OptimizedRun:
-    """The run of a parameter's part that a rank optimizes, and the shape of its tensors."""
-
     member: TrainedParameter
     part: RankPart
     start: int
@@ -228,36 +215,32 @@ class _OptimizedRun:
 
     @property
     def numel(self) -> int:
-        """The number of elements."""
         return self.stop - self.start
 
-    def make_parts(self, entry: Entry) -> Iterator[Part]:
-        """Yield the blocks of an entry that has the parameter's shape."""
+    def make_parts(self, entry: Entry) -> Iterator[StorageBlock]:
         for box, at in self.part.list_runs(self.start, self.stop):
-            yield Part(entry.kind, entry.fqn, entry.shape, box, at)
+            yield StorageBlock(entry.kind, entry.fqn, entry.shape, box, at)
 
 
-def _concatenate_masters(pieces: list[_OptimizedRun]) -> dict[str, Slot]:
-    """Return the fp32 copies, all in one buffer."""
-    parts: list[Part] = []
+def _concatenate_masters(pieces: list[_OptimizedRun]) -> dict[str, StorageView]:
+    parts: list[StorageBlock] = []
     starts: list[int] = []
     numel = 0
-    for each in pieces:
+    for piece in pieces:
         starts.append(numel)
-        value = each.member.weight.value
-        parts += (replace(part, offset=part.offset + numel) for part in each.make_parts(value))
-        numel += each.numel
+        value = piece.member.weight.value
+        parts += (replace(part, offset=part.offset + numel) for part in piece.make_parts(value))
+        numel += piece.numel
     storage = Storage(FLOAT32, numel, tuple(parts))
     return {
-        each.member.fqn: Slot(storage, each.shape, offset=start, requires_grad=True)
-        for each, start in zip(pieces, starts, strict=True)
+        piece.member.fqn: StorageView(storage, piece.shape, offset=start, requires_grad=True)
+        for piece, start in zip(pieces, starts, strict=True)
     }
 
 
 def _lay_out_weight(
     name: str, entry: Entry, dtype: DType, part: RankPart, header: Mapping[str, str]
 ) -> Skeleton:
-    """Lay out one file with one tensor."""
     stored = Entry("data", entry.kind, dtype, part.local, ())
     head, (local,), nbytes = safetensors.lay_out(name, [(stored, dtype)], header)
     start = local.chunks[0].byte_offset

@@ -43,7 +43,9 @@ def test_the_kit_accepts_it(tmp_path):
 
 def test_a_file_of_one_rank_is_not_taken_for_a_shard():
     path = next(WRITTEN.rglob("*_tp-rank-1-of-2.safetensors"))
-    assert reshard.inspect(path).manifest.origin.format == "nanotron"
+    manifest = reshard.inspect(path).manifest
+    assert manifest.origin.format == "nanotron"
+    assert {name.partition("/")[0] for name in manifest.unread_files} <= {"random"}
 
 
 def test_a_run_is_not_one_of_the_generic_formats(tmp_path):

@@ -9,13 +9,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
+from operator import attrgetter
 
 from reshard.checks.history.movement import Change, Movement
 from reshard.checks.history.tags import Tag
 from reshard.checks.identity import find_conflicts
 from reshard.checks.result import Check, not_applicable
 from reshard.training.optimizers import bound_update, is_bounded
-from reshard.units import counted, some
+from reshard.units import abridge, counted
 
 READABLE = "readable"  # every checkpoint of the run can be read
 TENSORS = "tensors"  # all checkpoints have the same tensors
@@ -39,6 +40,8 @@ _FEW = 16  # elements of a file that are needed to judge it
 _FOREIGN = 1 / 16  # part of a weight's moments that must be outside of the bound
 _SLACK = 10.0  # factor on the bound on updates if the highest learning rate is not stated
 _ROUNDING = 1.01  # factor on the bound on updates, for the rounding of its terms
+_WEIGHTS_MOVED = attrgetter("expected", "expected_moved")
+_SLOTS_MOVED = attrgetter("momenta", "momenta_moved")
 
 
 @dataclass(slots=True)
@@ -69,7 +72,7 @@ class History:
         if not known:
             return list(self.movements)
         names = frozenset.union(*known)
-        return [each for each in self.movements if each.fqn in names]
+        return [movement for movement in self.movements if movement.fqn in names]
 
     def pairs(self) -> Iterator[tuple[int, Tag, Tag]]:
         """Yield each checkpoint with the next one, and the number of the pair."""
@@ -130,7 +133,7 @@ def _check_tensors(history: History) -> Check:
             (gained, f"{now.name} has weights that {before.name} lacks"),
             (changed, f"shapes differ between {before.name} and {now.name}"),
         ):
-            check.failures += [f"{what}: {some(names)}"] if names else []
+            check.failures += [f"{what}: {abridge(names)}"] if names else []
     return check
 
 
@@ -163,21 +166,13 @@ def _check_steps(history: History) -> Check:
 
 
 def _has_stopped(before: Tag, now: Tag) -> bool:
-    """Return whether the optimizer made no update although the run did not skip all steps."""
     if before.updates is None or now.updates is None or now.updates > before.updates:
         return False
-    if now.updates < before.updates:
-        return True
-    return not _skipped_all(before, now)
-
-
-def _skipped_all(before: Tag, now: Tag) -> bool:
-    """Return whether the run counts every step between two checkpoints as skipped."""
     one, other = before.manifest.train, now.manifest.train
-    if one.step is None or other.step is None:
-        return False
+    if now.updates < before.updates or one.step is None or other.step is None:
+        return True
     skipped = (other.skipped_steps or 0) - (one.skipped_steps or 0)
-    return skipped == other.step - one.step > 0
+    return not skipped == other.step - one.step > 0
 
 
 def _check_identical(history: History) -> Check:
@@ -186,7 +181,7 @@ def _check_identical(history: History) -> Check:
     check = Check(IDENTICAL, f"{how} of {counted(len(trained), 'trained weight')}, and their slots")
     contents: dict[tuple[int, ...], Tag] = {}
     for number, tag in enumerate(tags):
-        digests = tuple(each.digests[number] for each in trained)
+        digests = tuple(movement.digests[number] for movement in trained)
         same = contents.setdefault(digests, tag)
         if same is tag or not digests or _may_be_equal(same, tag, trained):
             continue
@@ -201,41 +196,34 @@ def _check_identical(history: History) -> Check:
 
 
 def _find_kept(history: History) -> Iterator[str]:
-    """Yield a line for weights that kept every bit through an update, with their moments.
-
-    Some optimizers (apex's FusedAdam) count updates for all weights together, and leave out those
-    that had no gradient.
-    """
+    # Some optimizers (apex's FusedAdam) count updates for all weights together, and leave out those
+    # that had no gradient.
     for number, before, now in history.pairs():
         updated = [e for e in history.trained if _made_updates(before, now, e.fqn)]
-        kept = [each.fqn for each in updated if _is_kept(each.changes[number])]
+        changes = {movement.fqn: movement.changes[number] for movement in updated}
+        kept = [
+            fqn
+            for fqn, change in changes.items()
+            if change.expected and change.momenta and not change.moved + change.momenta_moved
+        ]
         if kept:
             yield (
                 f"{counted(len(kept), 'trained weight')} and their optimizer state have the same"
-                f" bits in {before.name} and {now.name}: {some(kept)}"
+                f" bits in {before.name} and {now.name}: {abridge(kept)}"
             )
 
 
-def _is_kept(change: Change) -> bool:
-    moved = change.moved + change.momenta_moved
-    return bool(change.expected and change.momenta and not moved)
-
-
 def _may_be_equal(before: Tag, now: Tag, trained: Sequence[Movement]) -> bool:
-    """Return whether two saves of a sound run may be equal.
-
-    They may be if there was no update between their steps, or if the learning rate was 0.
-    """
+    """Return whether the weights may be equal: no update in between, or a learning rate of 0."""
     if before.updates is not None and before.updates == now.updates:
         # `_check_steps` judges whether it is sound that all steps in between were skipped.
         return None in (before.step, now.step) or now.step != before.step
     # A learning rate of 0 keeps the weights, but not the moments of an optimizer.
-    rates = [tag.find_rate(each.fqn) for tag in (before, now) for each in trained]
+    rates = [tag.find_rate(movement.fqn) for tag in (before, now) for movement in trained]
     return not now.slots and bool(rates) and not any(rate is None or rate for rate in rates)
 
 
 def _made_updates(before: Tag, now: Tag, fqn: str) -> bool:
-    """Return whether the files state that a weight was updated between two checkpoints."""
     one, other = before.count_updates(fqn), now.count_updates(fqn)
     return one is not None and other is not None and other > one
 
@@ -258,44 +246,35 @@ def _check_moments(history: History) -> Check:
         history, MOMENTS, is_stale, "moved, although their optimizer state did not"
     )
     for number, before, now in history.pairs():
-        foreign = [e.fqn for e in history.trained if _is_foreign(e.changes[number])]
+        changes = {movement.fqn: movement.changes[number] for movement in history.trained}
+        foreign = [fqn for fqn, c in changes.items() if c.foreign > _FOREIGN * c.judged]
         if foreign:
             check.failures.append(
                 f"from {before.name} to {now.name}, no updates with these betas turn the moments of"
                 f" {counted(len(foreign), 'weight')} into the later ones, which are lost or those"
-                f" of other weights: {some(foreign)}"
+                f" of other weights: {abridge(foreign)}"
             )
     return check
-
-
-def _is_foreign(change: Change) -> bool:
-    """Return whether moments cannot be those of the same weight some updates later."""
-    return change.foreign > _FOREIGN * change.judged
 
 
 def _check_both_moved(
     history: History, name: str, is_stale: Callable[[Change], bool], what: str
 ) -> Check:
-    """Return the check that weights and their optimizer state changed together.
-
-    Args:
-        is_stale: returns whether only one of the two changed.
-        what: the predicate of the finding, whose subject are weights.
-    """
+    """Check that both changed; ``what`` is the predicate of a finding about weights."""
     check = Check(name, "weights and their optimizer state, from each checkpoint to the next")
     found = False
     for number, before, now in history.pairs():
         updated = [
-            each
-            for each in history.trained
-            if each.changes[number].momenta and _made_updates(before, now, each.fqn)
+            movement
+            for movement in history.trained
+            if movement.changes[number].momenta and _made_updates(before, now, movement.fqn)
         ]
         found = found or bool(updated)
-        stale = [each.fqn for each in updated if is_stale(each.changes[number])]
+        stale = [movement.fqn for movement in updated if is_stale(movement.changes[number])]
         if stale:
             check.failures.append(
                 f"from {before.name} to {now.name}, {len(stale)} of"
-                f" {counted(len(updated), 'weight')} {what}: {some(stale)}"
+                f" {counted(len(updated), 'weight')} {what}: {abridge(stale)}"
             )
     return check if found else not_applicable(name, "no optimizer state, or no update of it")
 
@@ -306,8 +285,8 @@ def _check_shards(history: History) -> Check:
     for number, before, now in history.pairs():
         moving = [e for e in history.trained if _made_updates(before, now, e.fqn)]
         for what, tables, count in (
-            ("weights", [e.weight_files for e in moving], _count_weights),
-            ("optimizer state", [e.slot_files for e in moving], _count_slots),
+            ("weights", [e.weight_files for e in moving], _WEIGHTS_MOVED),
+            ("optimizer state", [e.slot_files for e in moving], _SLOTS_MOVED),
         ):
             files: dict[str, Change] = {}
             for table in tables:
@@ -319,18 +298,9 @@ def _check_shards(history: History) -> Check:
     return check if found else not_applicable(SHARDS, "one file, or no optimizer state")
 
 
-def _count_weights(change: Change) -> tuple[int, int]:
-    return change.expected, change.expected_moved
-
-
-def _count_slots(change: Change) -> tuple[int, int]:
-    return change.momenta, change.momenta_moved
-
-
 def _find_stale_files(
     files: Mapping[str, Change], count: Callable[[Change], tuple[int, int]], of: str, now: str
 ) -> Iterator[str]:
-    """Yield a line for each file in which nothing moved, while others did."""
     counts = {file: count(change) for file, change in files.items()}
     if not any(moved for _, moved in counts.values()):
         return  # another check reports it
@@ -343,15 +313,15 @@ def _check_updates(history: History) -> Check:
     check = Check(UPDATES, "changes of weights, against learning rate x updates of Adam")
     found = False
     for number, before, now in history.pairs():
-        for each in history.trained:
-            limit = _find_limit(history, each, number, before, now)
+        for movement in history.trained:
+            limit = _find_limit(history, movement, number, before, now)
             if limit is None:
                 continue
             found = True
-            largest = each.changes[number].largest
+            largest = movement.changes[number].largest
             if largest > limit:
                 check.failures.append(
-                    f"from {before.name} to {now.name}, {each.fqn} moved by {largest:.3g}; its"
+                    f"from {before.name} to {now.name}, {movement.fqn} moved by {largest:.3g}; its"
                     f" learning rate and number of updates allow {limit:.3g}"
                 )
     return check if found else not_applicable(UPDATES, "no Adam with a known learning rate")
@@ -360,7 +330,6 @@ def _check_updates(history: History) -> Check:
 def _find_limit(
     history: History, movement: Movement, number: int, before: Tag, now: Tag
 ) -> float | None:
-    """Return how far Adam can have moved a weight between two checkpoints, if that is known."""
     fqn, change = movement.fqn, movement.changes[number]
     group, slots = now.groups.get(fqn), now.slots.get(fqn, {})
     one, other = before.count_updates(fqn), now.count_updates(fqn)
@@ -376,11 +345,11 @@ def _find_limit(
     highest = max([*rates, *([] if stated is None else [stated])])
     if not highest:
         return None
-    each = bound_update(group.hyper, change.largest_weight, other)
-    weight = now.weights[fqn]
-    rounding = 2.0**-8 if weight.dtype.itemsize < 4 else 2.0**-23
+    step = bound_update(group.hyper, change.largest_weight, other)
+    narrow = min(tag.weights[fqn].dtype.itemsize for tag in (before, now))
+    rounding = 2.0**-8 if narrow < 4 else 2.0**-23
     lost = rounding * change.largest_weight  # an update of 16-bit weights is rounded
-    return (other - one) * (highest * each * slack * _ROUNDING + lost)
+    return (other - one) * (highest * step * slack * _ROUNDING + lost)
 
 
 def _check_unchanged(history: History) -> Check:
@@ -390,15 +359,15 @@ def _check_unchanged(history: History) -> Check:
     first, last = history.tags[0], history.tags[-1]
     check = Check(UNCHANGED, f"{counted(len(trained), 'trained weight')}, first to last")
     still = [
-        each
-        for each in trained
-        if not any(change.moved for change in each.changes)
-        and _made_updates(first, last, each.fqn)
-        and any(tag.find_rate(each.fqn) != 0 for tag in history.tags)
+        movement
+        for movement in trained
+        if not any(change.moved for change in movement.changes)
+        and _made_updates(first, last, movement.fqn)
+        and any(tag.find_rate(movement.fqn) != 0 for tag in history.tags)
     ]
     if trained and len(still) == len(trained):
         return check  # `_check_identical` or `_check_weights` judges a run that stands still
-    kept = [each for each in still if history.is_whole or not history.differs(each.fqn)]
+    kept = [movement for movement in still if history.is_whole or not history.differs(movement.fqn)]
     for has_state, why in (
         (False, "they have no gradient, so the loss does not reach them"),
         (True, "their updates are lost, or smaller than the rounding of their dtype"),
@@ -406,7 +375,7 @@ def _check_unchanged(history: History) -> Check:
         names = [e.fqn for e in kept if any(c.momenta for c in e.changes) == has_state]
         if names:
             count = counted(len(names), "trained weight")
-            check.warnings.append(f"{count} never changed: {some(names)}; {why}")
+            check.warnings.append(f"{count} never changed: {abridge(names)}; {why}")
     return check
 
 
@@ -420,7 +389,7 @@ def _check_content(history: History) -> Check:
     # The first and the last checkpoint lack a neighbour to compare with.
     for number in range(1, len(history.tags) - 1):
         eligible = [e for e in history.trained if e.changes[number].elements >= _MANY]
-        away = [each.fqn for each in eligible if _is_far(each, number)]
+        away = [movement.fqn for movement in eligible if _is_far(movement, number)]
         if away and 2 * len(away) >= len(eligible):
             before, tag, after = history.tags[number - 1 : number + 2]
             check.failures.append(
@@ -432,7 +401,6 @@ def _check_content(history: History) -> Check:
 
 
 def _is_far(movement: Movement, number: int) -> bool:
-    """Return whether a weight is far from its values before and after, which are near together."""
     past = movement.jumps[number - 1]
     squares = min(movement.changes[pair].squares for pair in (number - 1, number))
     return squares > _AWAY**2 * past
@@ -441,6 +409,8 @@ def _is_far(movement: Movement, number: int) -> bool:
 def _check_finite(history: History) -> Check:
     check = Check(FINITE, f"weights of {history.span}")
     for number, tag in enumerate(history.tags):
-        bad = [each.fqn for each in history.movements if each.not_finite[number]]
-        check.failures += [f"{tag.name} has infinite values or NaN in {some(bad)}"] if bad else []
+        bad = [movement.fqn for movement in history.movements if movement.not_finite[number]]
+        check.failures += (
+            [f"{tag.name} has infinite values or NaN in {abridge(bad)}"] if bad else []
+        )
     return check

@@ -12,7 +12,10 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
 
 from reshard.checks.history.tags import Tag
 from reshard.core.dtypes import FLOAT32, FLOAT64, DType
@@ -25,10 +28,7 @@ from reshard.system.ranks.team import Progress, ignore_progress
 from reshard.system.threads import parallel_for
 from reshard.training.optimizers import MOMENTS, MomentBound, bound_moments, is_bounded
 
-if TYPE_CHECKING:
-    from numpy.typing import NDArray
-
-    Array = NDArray[Any]
+Array = NDArray[Any]
 
 _SAMPLED = 512  # elements of a tensor
 _FEWEST_RUNS, _MOST_RUNS = 4, 8  # limits of the runs of a tensor: one for each part on a rank
@@ -77,18 +77,9 @@ class Change:
 
     def add(self, other: Change) -> None:
         """Add other elements of the same pair of checkpoints."""
-        self.elements += other.elements
-        self.moved += other.moved
-        self.expected += other.expected
-        self.expected_moved += other.expected_moved
-        self.momenta += other.momenta
-        self.momenta_moved += other.momenta_moved
-        self.judged += other.judged
-        self.foreign += other.foreign
-        self.largest = max(self.largest, other.largest)
-        self.largest_weight = max(self.largest_weight, other.largest_weight)
-        self.squares += other.squares
-        self.weight_squares += other.weight_squares
+        for name in self.__slots__:
+            one, two = getattr(self, name), getattr(other, name)
+            setattr(self, name, max(one, two) if name.startswith("largest") else one + two)
 
 
 @dataclass(slots=True)
@@ -136,7 +127,7 @@ def measure(
             series = _TensorSeries(tags, fqn, find_reader(pool))
             for start, stop in list_runs(series.numel, series.parts, fqn, whole=every_element):
                 series.add(start, stop)
-            found[fqn] = series.finish()
+            found[fqn] = series.found
             progress(found[fqn].bytes_read)
 
         parallel_for(names, lambda: measure_one, workers)
@@ -174,17 +165,12 @@ def list_runs(numel: int, parts: int, fqn: str, *, whole: bool) -> Iterator[tupl
         yield start, min(start + length, numel)
 
 
-@dataclass(slots=True)
-class _RunValues:
-    """Elements of one checkpoint: a weight, and its slots."""
-
+class _RunValues(NamedTuple):
     weight: Array
     slots: dict[str, Array]
 
 
 class _TensorSeries:
-    """One tensor in all checkpoints, read run by run."""
-
     def __init__(self, tags: Sequence[Tag], fqn: str, reader: TileReader) -> None:
         self._tags, self._fqn, self._reader = tags, fqn, reader
         self._weights = [tag.weights[fqn] for tag in tags]
@@ -199,36 +185,29 @@ class _TensorSeries:
         self._bounds = [_bound_moments(before, now, fqn) for before, now in pairwise(tags)]
         self.numel = self._weights[0].numel
         self.parts = max(entry.layout.part_count for entry in self._weights)
-        self._digests = [0] * len(tags)
         pairs = len(tags) - 1
-        self._found = Movement(
+        self.found = Movement(
             fqn,
             [Change() for _ in range(pairs)],
             [0.0] * max(pairs - 1, 0),
-            [],
+            [0] * len(tags),
             [0] * len(tags),
             defaultdict(Change),
             defaultdict(Change),
         )
 
     def add(self, start: int, stop: int) -> None:
-        import numpy as np
-
         # Only the last two checkpoints are kept, which `jumps` needs.
         earlier: list[_RunValues] = []
         for number in range(len(self._tags)):
             now, pieces = self._read(number, start, stop)
             finite = np.isfinite(now.weight)
-            self._found.not_finite[number] += int(finite.size - np.count_nonzero(finite))
+            self.found.not_finite[number] += int(finite.size - np.count_nonzero(finite))
             if earlier:
                 self._compare(number, earlier[-1], now, pieces)
             if len(earlier) > 1:
-                self._found.jumps[number - 2] += _measure_distance(now.weight, earlier[-2].weight)
+                self.found.jumps[number - 2] += _measure_distance(now.weight, earlier[-2].weight)
             earlier = [*earlier[-1:], now]
-
-    def finish(self) -> Movement:
-        self._found.digests = self._digests
-        return self._found
 
     def _read(
         self, number: int, start: int, stop: int
@@ -239,21 +218,19 @@ class _TensorSeries:
             entry = self._weights[number] if not kind else self._tags[number].slots[self._fqn][kind]
             values[kind], pieces[kind] = self._read_run(planner, entry, start, stop)
             data = values[kind].data.cast("B")
-            self._digests[number] = crc32(data, self._digests[number])
+            self.found.digests[number] = crc32(data, self.found.digests[number])
         weight = values.pop("")
         return _RunValues(weight, values), pieces
 
     def _read_run(
         self, planner: CopyPlanner, entry: Entry, start: int, stop: int
     ) -> tuple[Array, list[tuple[slice, str]]]:
-        import numpy as np
-
         dtype = _choose_dtype(entry)
         size = dtype.itemsize
         values = np.empty(stop - start, f"<f{size}")
         copies = list(planner.plan_run(start, stop, dtype, 0))
         self._reader.fill(copies, values.data.cast("B"))
-        self._found.bytes_read += len(values) * entry.dtype.itemsize
+        self.found.bytes_read += len(values) * entry.dtype.itemsize
         # A strided copy fills elements between those of others: they are
         # counted for no single file.
         pieces = [
@@ -270,8 +247,6 @@ class _TensorSeries:
         now: _RunValues,
         pieces: dict[str, list[tuple[slice, str]]],
     ) -> None:
-        import numpy as np
-
         moved = _mark_moved(before.weight, now.weight)
         expected = self._find_expected(number, now)
         shared = [kind for kind in now.slots if kind in before.slots]
@@ -282,7 +257,7 @@ class _TensorSeries:
             for kind in shared:
                 momenta_moved |= _mark_moved(before.slots[kind], now.slots[kind])
             momenta_moved &= momenta
-        found = self._found
+        found = self.found
         bound = self._bounds[number - 1]
         if bound is not None:
             found.changes[number - 1].add(_judge_moments(bound, before.slots, now.slots))
@@ -297,9 +272,6 @@ class _TensorSeries:
                 found.slot_files[number, name].add(_count_flags([flag[part] for flag in flags]))
 
     def _find_expected(self, number: int, now: _RunValues) -> Array:
-        """Return the elements that must move, by the optimizer's state and the learning rate."""
-        import numpy as np
-
         flags: Array = np.zeros(len(now.weight), bool)
         rates = self._rates[number - 1], self._rates[number]
         is_adam = set(MOMENTS) <= now.slots.keys()
@@ -319,10 +291,7 @@ class _TensorSeries:
 
 
 def _bound_moments(before: Tag, now: Tag, fqn: str) -> MomentBound | None:
-    """Return what the updates between two checkpoints can do to the moments of a weight.
-
-    None if it is not known, or if the optimizer is not Adam.
-    """
+    """Return None if the bound is not known, or if the optimizer is not Adam."""
     groups, slots = [tag.groups.get(fqn) for tag in (before, now)], now.slots.get(fqn, {})
     one, other = before.count_updates(fqn), now.count_updates(fqn)
     if None in groups or one is None or other is None or other <= one:
@@ -339,11 +308,9 @@ def _bound_moments(before: Tag, now: Tag, fqn: str) -> MomentBound | None:
 def _judge_moments(
     bound: MomentBound, before: Mapping[str, Array], now: Mapping[str, Array]
 ) -> Change:
-    import numpy as np
-
-    (m0, v0), (m, v) = ([each[kind] for kind in MOMENTS] for each in (before, now))
+    (m0, v0), (m, v) = ([slots[kind] for kind in MOMENTS] for slots in (before, now))
     judged = slice(None, None, max(len(v) // _JUDGED, 1))
-    m0, v0, m, v = (each[judged].astype(np.float64) for each in (m0, v0, m, v))
+    m0, v0, m, v = (values[judged].astype(np.float64) for values in (m0, v0, m, v))
     with np.errstate(all="ignore"):
         added = np.maximum(v - bound.decayed * v0, 0) + bound.rounding * np.maximum(v, v0)
         # Optimizers that count for all weights together skip those without a gradient, so that
@@ -353,12 +320,13 @@ def _judge_moments(
         outside = (v < bound.least * v0) | (moved > bound.reach * np.sqrt(added) * _SLACK)
     # The square of a tiny gradient is rounded to zero.
     is_judged = np.maximum(v, v0) > _TINY_SQUARE
-    counts = (int(np.count_nonzero(flags)) for flags in (is_judged, outside & is_judged))
-    return Change(**dict(zip(("judged", "foreign"), counts, strict=True)))
+    return Change(
+        judged=int(np.count_nonzero(is_judged)),
+        foreign=int(np.count_nonzero(outside & is_judged)),
+    )
 
 
 def _choose_dtype(entry: Entry) -> DType:
-    """Return the dtype to compare in, which has every value of the entry."""
     return FLOAT64 if entry.dtype == FLOAT64 else FLOAT32
 
 
@@ -368,7 +336,6 @@ def _find_first(kinds: Sequence[str]) -> str:
 
 
 def _mark_moved(before: Array, now: Array) -> Array:
-    """Return a flag for each element: whether its bits differ."""
     # As bits, a NaN is equal to itself, and 0 differs from -0.
     if before.dtype == now.dtype:
         before, now = (values.view(f"<u{now.itemsize}") for values in (before, now))
@@ -377,16 +344,12 @@ def _mark_moved(before: Array, now: Array) -> Array:
 
 
 def _measure_distance(a: Array, b: Array) -> float:
-    import numpy as np
-
     with np.errstate(all="ignore"):
         difference = a.astype(np.float64) - b
         return _sum_squares(difference)
 
 
 def _count_change(before: Array, now: Array, flags: Sequence[Array]) -> Change:
-    import numpy as np
-
     change = _count_flags(flags)
     with np.errstate(all="ignore"):
         wide = now.astype(np.float64)
@@ -403,18 +366,11 @@ def _find_largest(values: Array) -> float:
 
 
 def _sum_squares(values: Array) -> float:
-    """Return the sum of the squares of a float64 array, which is overwritten.
-
-    ``np.dot`` would start threads of the BLAS library, which wait actively for work.
-    """
-    import numpy as np
-
+    # `np.dot` would start threads of BLAS, which wait actively for work. Overwrites the values.
     return float(np.square(values, out=values).sum())
 
 
 def _count_flags(flags: Sequence[Array]) -> Change:
-    import numpy as np
-
     moved, expected, momenta, momenta_moved = flags
     return Change(
         elements=len(moved),

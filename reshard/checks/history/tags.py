@@ -87,14 +87,13 @@ class Tag:
     def trained(self) -> frozenset[str] | None:
         """The names of the trained weights; None if the files do not state them."""
         train = self.manifest.train
-        listed = {fqn for group in train.param_groups for fqn in group.fqns}
-        listed |= self.slots.keys() | train.optimizer_step.keys()
+        listed = self.groups.keys() | self.slots.keys() | train.optimizer_step.keys()
         return frozenset(listed - self.manifest.frozen) if listed else None
 
     @cached_property
     def groups(self) -> dict[str, ParamGroup]:
         """The param group of each trained weight."""
-        return {fqn: group for group in self.manifest.train.param_groups for fqn in group.fqns}
+        return self.manifest.train.group_of
 
     def find_rate(self, fqn: str) -> float | None:
         """Return the learning rate of a weight at the time of the save, or None."""
@@ -117,14 +116,13 @@ def _as_number(value: Any) -> float | None:
 
 
 def _list_rates(scheduler: Any) -> Iterator[float]:
-    """Yield the highest rates that the state of a scheduler lists, at any depth."""
     if isinstance(scheduler, Mapping):
         for name, value in scheduler.items():
             if name in _HIGHEST_OF_SCHEDULER:
                 values = value if isinstance(value, (list, tuple)) else [value]
-                yield from (rate for each in values if (rate := _as_number(each)) is not None)
+                yield from (rate for item in values if (rate := _as_number(item)) is not None)
             else:
                 yield from _list_rates(value)
     elif isinstance(scheduler, (list, tuple)):
-        for each in scheduler:
-            yield from _list_rates(each)
+        for item in scheduler:
+            yield from _list_rates(item)

@@ -115,7 +115,6 @@ def _find_misplaced(files: Mapping[str, SourceFile], siblings: _Siblings) -> Ite
 
 
 def _find_other_saves(files: Mapping[str, SourceFile]) -> Iterator[Conflict]:
-    """Yield a conflict for each file that states another save, step or world size than most."""
     stated: dict[str, list[tuple[SourceFile, Claim]]] = defaultdict(list)
     for file in files.values():
         for claim in file.claims:

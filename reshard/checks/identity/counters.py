@@ -46,12 +46,9 @@ def find_counter_conflicts(manifest: Manifest) -> list[str]:
 
 
 def _find_rate_conflicts(train: TrainState) -> list[str]:
-    """Compare the learning rates of a scheduler, the last and the first, with the param groups.
-
-    Each step of a scheduler of torch copies the rates of the groups to ``_last_lr``, and its
-    creation the first ones (torch 2.13 ``optim/lr_scheduler.py``). Several schedulers may change
-    the same groups in turn.
-    """
+    # Each step of a scheduler of torch copies the rates of the groups to ``_last_lr``, and its
+    # creation the first ones (torch 2.13 ``optim/lr_scheduler.py``). Several schedulers may change
+    # the same groups in turn.
     states = train.scheduler if isinstance(train.scheduler, list) else [train.scheduler]
     if len(states) != 1 or not isinstance(states[0], Mapping):
         return []
@@ -72,12 +69,10 @@ def _find_rate_conflicts(train: TrainState) -> list[str]:
 
 
 def _is_of_fabric(manifest: Manifest) -> bool:
-    """Return whether Lightning's Fabric saved an engine of DeepSpeed that has counted nothing.
-
-    Fabric (2.6.6 ``fabric/wrappers.py``, ``fabric/strategies/deepspeed.py``) calls ``step`` of the
-    optimizer, so that the engine counts neither updates nor samples, and always saves under the
-    tag ``checkpoint``. So does Lightning's Trainer, which calls the engine and adds its version.
-    """
+    # Fabric (2.6.6 ``fabric/wrappers.py``, ``fabric/strategies/deepspeed.py``) calls ``step`` of
+    # the optimizer, so that the engine counts neither updates nor samples, and always saves under
+    # the tag ``checkpoint``. So does Lightning's Trainer, which calls the engine and adds its
+    # version.
     train = manifest.train
     is_tagged = PurePath(manifest.origin.path).name == _LIGHTNING_TAG
     return (

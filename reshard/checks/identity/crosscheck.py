@@ -14,6 +14,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import PurePath
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from reshard.checks.identity.claims import Conflict
 from reshard.core.box import Box, contiguous_cuts
 from reshard.core.chunks import Chunk
 from reshard.core.dtypes import BFLOAT16, FLOAT32, DType
@@ -38,20 +39,12 @@ _BATCH = 1 << 18  # elements that are read before they are compared together
 _EVERY = 1 << 20  # elements of a box if all elements are compared
 
 
-@dataclass(frozen=True, slots=True)
-class UnequalMaster:
-    """A file of master weights that do not belong to the weights beside them."""
-
-    file: str
-    problem: str
-
-
 @dataclass(slots=True)
 class Compared:
-    """The result of a comparison."""
+    """The result of a comparison: the files of masters that do not belong to their weights."""
 
     elements: int = 0
-    unequal: list[UnequalMaster] = field(default_factory=list)
+    unequal: list[Conflict] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,15 +90,14 @@ def compare_masters(manifest: Manifest, *, every_element: bool) -> Compared:
                 if not is_equal:
                     mismatches[pair] += 1
                     examples.setdefault(pair, sample.fqn)
-    for pair, number in mismatches.most_common():
-        master, weight = pair
+    for (master, weight), number in mismatches.most_common():
         result.unequal.append(
-            UnequalMaster(
+            Conflict(
                 master,
                 f"its master weights do not belong to the weights in {PurePath(weight).name}:"
-                f" {number} of {counted(totals[pair], 'block')} that were compared differ, for"
-                f" example in {examples[pair]!r}; one of the two files is of another rank, step or"
-                " run",
+                f" {number} of {counted(totals[master, weight], 'block')} that were compared"
+                f" differ, for example in {examples[master, weight]!r}; one of the two files is of"
+                " another rank, step or run",
             )
         )
     return result
@@ -170,7 +162,6 @@ def _choose_samples(manifest: Manifest, *, every_element: bool) -> Iterator[_Sam
 
 
 def _list_distinct_blocks(entry: Entry) -> Iterator[Chunk]:
-    """Yield each stored block of a tensor once, without its replicas."""
     seen: set[Box] = set()
     for chunk in entry.chunks:
         if chunk.box not in seen:
@@ -179,11 +170,8 @@ def _list_distinct_blocks(entry: Entry) -> Iterator[Chunk]:
 
 
 def _choose_box(fqn: str, chunk: Chunk) -> Box:
-    """Return a small box inside a chunk; the same one every time.
-
-    Its position depends on the name, so that weights of one shape are not all compared at the same
-    position, where a pattern of the data (a first row of zeros) could hide a difference.
-    """
+    # Its position depends on the name, so that weights of one shape are not all compared at the
+    # same position, where a pattern of the data (a first row of zeros) could hide a difference.
     seed = zlib.crc32(fqn.encode())
     room, shape = _SAMPLED, []
     for extent in reversed(chunk.box.shape):
@@ -237,10 +225,9 @@ def _read(
 
 
 def _mark_unequal(masters: bytearray, weights: bytearray, source: DType, trained: DType) -> bytes:
-    """Return a byte for each element: 1 if the weight is not the cast of its master, else 0.
+    """Return 1 for each element that is not the cast of its master, else 0.
 
-    Equal elements are compared without numpy if this installation has the compiled casts: the
-    import of numpy takes longer than a small merge.
+    numpy is not imported if the casts are compiled: that takes longer than a small merge.
     """
     made = masters if source == trained else bytearray(len(weights))
     is_cast = source == trained or compiled.cast(masters, made, source, trained, clamp=False)
@@ -268,6 +255,6 @@ def _mark_unequal_numbers(
     bits = f"u{trained.itemsize}"
     different: NDArray[Any] = expected.view(bits) != stored.view(bits)
     if different.any():  # a NaN has many bit patterns
-        numbers = [cast.as_numbers(each, trained) for each in (expected, stored)]
+        numbers = [cast.as_numbers(array, trained) for array in (expected, stored)]
         different &= ~(np.isnan(numbers[0]) & np.isnan(numbers[1]))
     return different.tobytes()

@@ -23,6 +23,7 @@ from reshard.commands.average.report import AverageReport, MergedAverage
 from reshard.commands.leaf_counts import add_leaves, count_leaves
 from reshard.commands.merge import command as merging
 from reshard.commands.merge import passes
+from reshard.commands.merge.options import MergeOptions
 from reshard.commands.merge.passes import Merge
 from reshard.commands.merge.report import describe_merge
 from reshard.commands.output import Job, convert
@@ -43,15 +44,13 @@ from reshard.tensors.averages.coefficients import SourceStep, compute_ema, find_
 from reshard.tensors.averages.mean import count_worker_nbytes
 from reshard.tensors.weights import Weights
 from reshard.training.companion_files import Companions
-from reshard.units import counted, some
+from reshard.units import abridge, counted
 
 _FEWEST = 2  # checkpoints that have an average
 
 
 @dataclass(frozen=True, slots=True)
 class _WeightedCheckpoint:
-    """One of the checkpoints: as the user named it, as it was read, and its factor."""
-
     path: Path
     manifest: Manifest
     weight: Fraction | None
@@ -158,12 +157,11 @@ def _weigh(
     elif options.weights is not None:
         weights = parse_weights(options.weights, len(steps))
     given: Sequence[Fraction | None] = weights or [None] * len(steps)
-    members = [_WeightedCheckpoint(*each) for each in zip(paths, manifests, given, strict=True)]
+    members = [_WeightedCheckpoint(*member) for member in zip(paths, manifests, given, strict=True)]
     return [members[number] for number in find_order(steps)]
 
 
 def _refuse_repeated(paths: Sequence[Path], manifests: Sequence[Manifest]) -> None:
-    """Refuse a checkpoint that is named twice, also by two different paths."""
     seen: dict[frozenset[str], Path] = {}
     for path, manifest in zip(paths, manifests, strict=True):
         files = frozenset(str(formats.as_paths(file)[0].resolve()) for file in manifest.files)
@@ -177,7 +175,7 @@ def _refuse_repeated(paths: Sequence[Path], manifests: Sequence[Manifest]) -> No
 
 
 def _check_steps(steps: Sequence[SourceStep]) -> None:
-    known = [each for each in steps if each.step is not None]
+    known = [source for source in steps if source.step is not None]
     for before, after in pairwise(known):
         if (before.step or 0) >= (after.step or 0):
             raise DifferentError(
@@ -204,11 +202,7 @@ def _plan(
 def _plan_layout(
     members: Sequence[_WeightedCheckpoint], output: Path, options: AverageOptions, report_as: str
 ) -> Job[AverageReport]:
-    """Plan the files of the means in a layout of `split`, as those of a model of its own.
-
-    Args:
-        report_as: the destination as the user wrote it.
-    """
+    """Plan the files of the means as those of a model of its own, which `split` lays out."""
     # `split` with its formats takes a fifth of the time of all imports, and the usual average does
     # without it.
     from reshard.commands.average import layout
@@ -236,17 +230,12 @@ def _plan_layout(
 
 
 def _fields_of(report: OutputReport) -> dict[str, Any]:
-    return {each.name: getattr(report, each.name) for each in fields(report)}
+    return {field.name: getattr(report, field.name) for field in fields(report)}
 
 
 @dataclass(frozen=True, slots=True)
 class _Means:
-    """The means of the weights of several checkpoints, of which no file is laid out yet.
-
-    Args:
-        merge: the merge of the last checkpoint, with the means as its weights.
-        merges: the merge of each checkpoint, up to the choice of its weights.
-    """
+    """``merge`` is that of the last checkpoint, with the means as its weights."""
 
     merge: Merge
     averaged: matching.Averaged
@@ -260,9 +249,9 @@ class _Means:
             if is_equal
             else "weight x value in float64"
         )
-        read = sum(entry.nbytes for each in self.merges for entry, _ in each.weights.tensors)
+        read = sum(entry.nbytes for merge in self.merges for entry, _ in merge.weights.tensors)
         left = sum(
-            kind not in WEIGHT_KINDS for each in members for kind, _ in each.manifest.entries
+            kind not in WEIGHT_KINDS for member in members for kind, _ in member.manifest.entries
         )
         return {
             "source": ", ".join(str(member.path) for member in members),
@@ -312,25 +301,22 @@ def _join_warnings(
         for text in dict.fromkeys(own):
             paths[text].append(str(member.path))
     for text, found in paths.items():
-        yield text if len(found) == len(members) else f"{some(found)}: {text}"
+        yield text if len(found) == len(members) else f"{abridge(found)}: {text}"
 
 
 def _choose_weights(
     members: Sequence[_WeightedCheckpoint], output: Path, options: AverageOptions
 ) -> Iterator[Merge]:
-    """Yield the merge of each checkpoint with its weights chosen, in the same order.
-
-    A checkpoint without a config.json takes that of the last one that has it, so that all have the
-    same names.
-    """
-    chosen = options.for_merge()
+    # A checkpoint without a config.json takes that of the last one that has it, so that all have
+    # the same names.
+    chosen = options.convert_to(MergeOptions)
     opened = [
         run_passes(
             merging.OPENING, merging.open_merge(member.manifest, member.path, output, chosen)
         )
         for member in members
     ]
-    known = [each.companions for each in opened if each.companions.config is not None]
+    known = [merge.companions for merge in opened if merge.companions.config is not None]
     _check_configs(known)
     for merge in opened:
         lacks_config = merge.companions.config is None
@@ -339,14 +325,8 @@ def _choose_weights(
 
 
 def _check_configs(known: Sequence[Companions]) -> None:
-    """Refuse checkpoints whose configs describe different models.
-
-    Equal shapes are not enough: the number of heads or the base of rotary positions changes what
-    the same weights compute.
-
-    Raises:
-        DifferentError: two configs contradict each other.
-    """
+    # Equal shapes are not enough: the number of heads or the base of rotary positions changes what
+    # the same weights compute.
     for first, other in pairwise(known):
         if first.config == other.config or first.directory is None or other.directory is None:
             continue
@@ -363,7 +343,6 @@ def _check_configs(known: Sequence[Companions]) -> None:
 
 
 def _complete_config(companions: Companions) -> Mapping[str, Any]:
-    """Return a config with the defaults of its class, if transformers knows it."""
     stated: Mapping[str, Any] = companions.config or {}
     if companions.directory is None or not library.is_installed() or "model_type" not in stated:
         return stated
@@ -377,9 +356,9 @@ def _count_weights(last: Weights, every: Sequence[Weights], averaged: matching.A
     return replace(
         last,
         tensors=averaged.tensors,
-        from_master=sum(each.from_master for each in every),
-        from_copy=sum(each.from_copy for each in every),
-        buffers=sum(each.buffers for each in every),
+        from_master=sum(weights.from_master for weights in every),
+        from_copy=sum(weights.from_copy for weights in every),
+        buffers=sum(weights.buffers for weights in every),
         dropped_aliases=averaged.dropped_aliases,
     )
 

@@ -56,7 +56,6 @@ def plan_layout(
 
 
 def _choose_optimizer(options: AverageOptions) -> SplitOptions:
-    """Return the options of `split`; weights are written alone where the layout allows it."""
     chosen = options.for_split()
     is_decided = chosen.init_optimizer is not None or chosen.param_groups is not None
     if is_decided or not registry.find_writer(str(chosen.to)).weights_alone:
@@ -65,10 +64,7 @@ def _choose_optimizer(options: AverageOptions) -> SplitOptions:
 
 
 def _describe_model(merge: Merge, folder: str) -> Manifest:
-    """Return the weights as those of a model's directory, read in full precision.
-
-    Their dtypes in the output are the ones in which the model counts as trained.
-    """
+    """Return the mean as a model that was trained in the dtypes of the output."""
     weights = merge.weights
     dtypes = {entry.fqn: dtype for entry, dtype in weights.tensors}
     return Manifest(
@@ -90,7 +86,6 @@ def _describe_model(merge: Merge, folder: str) -> Manifest:
 
 @contextmanager
 def _name_directory(folder: str) -> Iterator[None]:
-    """Name what the temporary directory stands for in the message of an error."""
     try:
         yield
     except ReshardError as error:

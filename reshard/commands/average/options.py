@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from reshard.commands.merge.options import MergeOptions, WeightsOptions
+from reshard.commands.merge.options import WeightsOptions
 from reshard.commands.output_options import NamingOptions, OutputOptions
 from reshard.commands.split.options import InitOptimizer, NewOptimizerOptions, SplitOptions
 from reshard.errors import UsageError
@@ -98,10 +98,6 @@ class AverageOptions(
             )
         else:
             self.refuse_beside(f"--to {self.to}", *_OF_MODELS)
-
-    def for_merge(self) -> MergeOptions:
-        """Return the options with which `merge` would write one of the checkpoints."""
-        return self.convert_to(MergeOptions)
 
     def for_split(self) -> SplitOptions:
         """Return the options with which `split` would write the mean as a model of its own."""

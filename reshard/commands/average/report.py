@@ -15,7 +15,7 @@ from reshard.checks.identity import Identity
 from reshard.commands.lines import DetailLine, format_list, format_row
 from reshard.commands.merge.report import MergeReport
 from reshard.commands.output_report import OutputReport
-from reshard.units import counted, some
+from reshard.units import abridge, counted
 
 
 @dataclass(kw_only=True, repr=False)
@@ -54,15 +54,15 @@ class AverageReport(OutputReport):
         """Yield the lines of a report, with those of the average after the first one."""
         yield next(lines)
         shown = [
-            f"{each['weight']:.6g} x {each['path']} ({each['format']}"
-            + (f", step {each['step']})" if each["step"] is not None else ")")
-            for each in self.sources
+            f"{source['weight']:.6g} x {source['path']} ({source['format']}"
+            + (f", step {source['step']})" if source["step"] is not None else ")")
+            for source in self.sources
         ]
         yield from format_list("average", shown)
         yield format_row("arithmetic", self.arithmetic)
         if self.equal:
             count = counted(len(self.equal), "tensor")
-            yield format_row("equal", f"{count} taken as they are: {some(self.equal)}")
+            yield format_row("equal", f"{count} taken as they are: {abridge(self.equal)}")
         yield from lines
 
 

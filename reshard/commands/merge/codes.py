@@ -15,7 +15,7 @@ from reshard.model import adapter_names as adapters
 from reshard.quantised.pairs import METHODS, find_evidence
 from reshard.quantised.statement import CONFIG, OTHERS, read_statement, remove_statement
 from reshard.training.companion_files import QUANTISED
-from reshard.units import some
+from reshard.units import abridge
 
 
 def dequantise(merge: Merge) -> Merge:
@@ -53,7 +53,6 @@ def _find_unstated(merge: Merge) -> Entry | None:
 
 
 def _note_codes(merge: Merge) -> Iterator[str]:
-    """Yield a warning if the base of a training checkpoint is quantised."""
     entry = _find_unstated(merge)
     if entry is not None:
         yield (
@@ -105,11 +104,8 @@ def _has_plain_weights(merge: Merge) -> bool:
 
 
 def _note_rounded(merge: Merge) -> Iterator[str]:
-    """Yield a note on weights that a quantised model stores in fp32, and the output in less.
-
-    Such weights are few, and were left in fp32 for a reason: DeepSeek V3's correction bias chooses
-    experts by differences that bf16 cannot represent.
-    """
+    # Such weights are few, and were left in fp32 for a reason: DeepSeek V3's correction bias
+    # chooses experts by differences that bf16 cannot represent.
     stated = merge.manifest.quantisation
     rounded = [
         entry.fqn
@@ -117,11 +113,10 @@ def _note_rounded(merge: Merge) -> Iterator[str]:
         if entry.dtype == FLOAT32 and dtype.itemsize < FLOAT32.itemsize
     ]
     if stated is not None and stated.decoded and rounded:
-        yield f"stored in fp32 and rounded: {some(rounded)}; --keep-fp32 REGEX keeps them"
+        yield f"stored in fp32 and rounded: {abridge(rounded)}; --keep-fp32 REGEX keeps them"
 
 
 def _refuse_rounded_scales(merge: Merge) -> None:
-    """Check that ``--dtype`` does not round the scales of codes in a training checkpoint."""
     dtype, how = merge.options.dtype, (merge.companions.config or {}).get(QUANTISED)
     is_cast = any(entry.dtype != written for entry, written in merge.weights.tensors)
     if dtype and is_cast and (how or _find_unstated(merge)):

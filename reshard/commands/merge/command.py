@@ -32,7 +32,7 @@ OPENING: Sequence[Pass] = (
     passes.refuse_other_model,
     passes.find_companions,
 )
-"""The passes that find what is written beside the weights."""
+"""The passes that find what is written beside the weights; ``average`` runs them, too."""
 CHOOSING: Sequence[Pass] = (
     passes.rename,
     passes.choose_form,
@@ -44,7 +44,7 @@ CHOOSING: Sequence[Pass] = (
     passes.compare_copies,
     passes.check_missing,
 )
-"""The passes that choose the weights to write, each with its name and dtype."""
+"""The passes that choose the weights to write, with names and dtypes; of ``average``, too."""
 
 
 def merge(
@@ -150,7 +150,6 @@ def plan_files(
 
 
 def _list_passes(options: MergeOptions) -> Sequence[Pass]:
-    """Return the passes of a merge, in order."""
     quantise: tuple[Pass, ...] = ()
     if options.writes_codes:
         from reshard.commands.merge import quantising
@@ -161,6 +160,7 @@ def _list_passes(options: MergeOptions) -> Sequence[Pass]:
 
         return (
             passes.compute_averaged,
+            passes.rename_adapter,
             passes.edit_names,
             lora.add_adapter,
             passes.choose_form,
@@ -176,6 +176,7 @@ def _list_passes(options: MergeOptions) -> Sequence[Pass]:
 
         return (
             passes.compute_averaged,
+            passes.rename_adapter,
             passes.edit_names,
             adapter.select_adapter,
             passes.choose_weights,

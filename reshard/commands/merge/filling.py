@@ -25,9 +25,10 @@ from reshard.core.manifest import (
     Manifest,
     index_entries,
 )
-from reshard.errors import UsageError
+from reshard.errors import UnsupportedError, UsageError
 from reshard.formats import placeholders
 from reshard.formats.coded_values import dequantise
+from reshard.quantised.pairs import find_evidence
 from reshard.system.derived import list_files
 from reshard.tensors import weights
 
@@ -40,7 +41,7 @@ def read_model(path: Path, flag: str, allow_pickle: Sequence[str]) -> tuple[Mani
 
     Raises:
         UsageError: the path is a training checkpoint, not a model.
-        UnsupportedError: its weights are quantised by an unknown method.
+        UnsupportedError: its weights are quantised by an unknown method, or not in safetensors.
         ReshardError: the model cannot be read or trusted.
     """
     manifest = read_trusted([path], ReadOptions(allow_pickle=allow_pickle))
@@ -49,6 +50,13 @@ def read_model(path: Path, flag: str, allow_pickle: Sequence[str]) -> tuple[Mani
             f"{flag} {path}",
             "is a training checkpoint, not a model",
             "merge it into a model first, or pass the base model",
+        )
+    if not manifest.origin.weights_only and (entry := find_evidence(manifest)):
+        raise UnsupportedError(
+            f"{flag} {path}",
+            f"{entry.fqn!r} ({entry.dtype}) is part of a quantised weight, but is not stored in"
+            " safetensors",
+            f"write the model as safetensors first: reshard merge {path} DIRECTORY",
         )
     manifest, notes = dequantise(manifest)
     return keys.edit(manifest, keys.Edits()).manifest, notes
@@ -90,10 +98,7 @@ def fill(manifest: Manifest, base: Manifest, path: Path) -> tuple[Manifest, list
 
 
 def _find_placeholders(manifest: Manifest, offered: Mapping[str, Entry]) -> list[str]:
-    """Return the placeholders in the checkpoint for weights that the base has.
-
-    A base with a tied head stores no head; its embedding decides about the checkpoint's head.
-    """
+    # A base with a tied head stores no head; its embedding decides about the checkpoint's head.
     suspects = manifest.placeholders
     heads = dict(weights.find_heads(suspects))
     return [
@@ -106,13 +111,12 @@ def _find_placeholders(manifest: Manifest, offered: Mapping[str, Entry]) -> list
 def _check_same_model(
     path: Path, present: Mapping[str, Entry], offered: Mapping[str, Entry]
 ) -> None:
-    """Check that both have common names, and that their shapes are equal."""
     both = [fqn for fqn in offered if fqn in present]
     if not both:
         raise UsageError(
             f"{FILL} {path}",
-            f"no tensor name is in both: the model has {units.some(list(offered))}, the"
-            f" checkpoint {units.some(list(present)) or 'only placeholders'}",
+            f"no tensor name is in both: the model has {units.abridge(list(offered))}, the"
+            f" checkpoint {units.abridge(list(present)) or 'only placeholders'}",
             "pass the model that was trained; --rename changes the names of the checkpoint",
         )
     for fqn in both:
@@ -125,11 +129,10 @@ def _check_same_model(
 
 
 def _note_filled(names: Sequence[str], empty: Sequence[str]) -> Iterator[str]:
-    """Yield notes if the base filled nothing, or placeholders whose weights may be trained."""
     if not names:
         yield f"{FILL}: the checkpoint has all weights of that model"
     if empty:
         yield (
-            f"{FILL}: {units.some(empty)}: ZeRO-3 placeholders in the checkpoint; if these weights"
-            " were trained, their trained values are not in the output"
+            f"{FILL}: {units.abridge(empty)}: ZeRO-3 placeholders in the checkpoint; if these"
+            " weights were trained, their trained values are not in the output"
         )

@@ -37,7 +37,7 @@ from reshard.tensors.lazy import find_first_difference, is_zero, read_block
 from reshard.tensors.weights import Weights, find_head_name
 from reshard.training import companion_files
 from reshard.training.companion_files import Companions, is_embedding
-from reshard.units import some
+from reshard.units import abridge
 
 _COMPARED = 8  # weights of the run that are compared with the base
 _COMPARED_ELEMENTS = 1 << 14  # of each compared weight
@@ -103,18 +103,8 @@ def add_adapter(merge: Merge) -> Merge:
 def _check_content(
     entries: Sequence[Entry], merged: Merged, config: AdapterConfig, companions: Companions
 ) -> list[str]:
-    """Compare an adapter with what PEFT creates for its configuration on this base model.
-
-    The files of the base can have other names than its live model, and layers that the model does
-    not have (for the prediction of several tokens). So what differs is compared with the model.
-
-    Returns:
-        A note if the configuration does not show which layers are adapted.
-
-    Raises:
-        IncompleteError: the adapter lacks layers or weights.
-        CorruptError: it has others.
-    """
+    # The files of the base can have other names than its live model, and layers that the model does
+    # not have (for the prediction of several tokens). So what differs is compared with the model.
     content = targets.read_content(entry.fqn for entry in entries)
     chosen = targets.Targets(config.values)
     names = [entry.fqn for entry in merged.base.entries.values()]
@@ -147,11 +137,8 @@ def _check_content(
 
 
 def _choose_form(base: Manifest, companions: Companions, layers: Sequence[str]) -> Manifest:
-    """Return the base under the names and shapes of the live model, if the adapter needs them.
-
-    Its files may have the experts one by one, other prefixes, or another name of the head. A base
-    that uses its embedding as the head has no head under any names.
-    """
+    # Its files may have the experts one by one, other prefixes, or another name of the head. A base
+    # that uses its embedding as the head has no head under any names.
     config, missing = companions.config, base_names.list_missing(base, layers)
     if config is None or not missing or not library.may_be_converted(config):
         return base
@@ -171,17 +158,14 @@ def _read_adapter(selected: Merge) -> Weights:
 
 
 def _leave_out_rows_of_head(entries: list[Entry], base: Manifest) -> list[Entry]:
-    """Leave out the trained rows of a head that the base stores only as its embedding.
-
-    TRAINABLE_TOKENS saves the rows of the embedding under both names. Rows with other values stay,
-    and `merge_adapter` refuses them.
-    """
+    # TRAINABLE_TOKENS saves the rows of the embedding under both names. Rows with other values
+    # stay, and `merge_adapter` refuses them.
     if any(entry.fqn.endswith(_HEAD) for entry in base.entries.values()):
         return entries
     rows = [entry for entry in entries if entry.fqn.endswith(f".{TOKENS}")]
     heads = [entry for entry in rows if entry.fqn.endswith(f".{_HEAD_ROWS}")]
     others = [entry for entry in rows if entry not in heads]
-    if len(heads) != 1 or len(others) != 1 or heads[0].shape != others[0].shape:
+    if len(heads) != 1 or len(others) != 1:
         return entries
     with SourceFiles() as pool:
         differs = find_first_difference(pool, heads[0], others[0]) is not None
@@ -189,7 +173,6 @@ def _leave_out_rows_of_head(entries: list[Entry], base: Manifest) -> list[Entry]
 
 
 def _open_base(path: Path, options: MergeOptions) -> tuple[Manifest, list[str]]:
-    """Read the headers of the base model; return its weights, dequantised, and notes."""
     base, notes = read_model(path, MERGE_LORA, options.allow_pickle)
     if find_parts(entry.fqn for entry in base.entries.values()):
         raise UsageError(
@@ -213,11 +196,8 @@ def is_tied(config: Mapping[str, Any]) -> bool:
 
 
 def _check_same_base(run: Manifest, merged: Merged, pool: SourceFiles) -> None:
-    """Compare samples of the weights that the run stores with the adapter, with the base's.
-
-    Codes of quantised weights (QLoRA) are left out: bitsandbytes may store them as any dtype.
-    """
-    trained = {fqn for group in run.train.param_groups for fqn in group.fqns}
+    """Codes of quantised weights (QLoRA) are left out: bitsandbytes may store them as any dtype."""
+    trained = run.train.group_of
     entries = {entry.fqn: entry for entry in run.of_kind(PARAM)}
     packed = find_packed(run)
     stored = {
@@ -242,7 +222,6 @@ def _check_same_base(run: Manifest, merged: Merged, pool: SourceFiles) -> None:
 
 
 def _is_alike(one: Entry, other: Entry, pool: SourceFiles) -> bool:
-    """Return whether the first elements are equal, or one is the cast of the other."""
     if one.shape != other.shape:
         return False
     if one.dtype != other.dtype and not one.dtype.family == other.dtype.family == "float":
@@ -266,7 +245,7 @@ def _check_effect(merged: Merged, pool: SourceFiles) -> list[str]:
     if not zero:
         return []
     count = f"{len(zero)} of {len(merged.products)} LoRA products"
-    return [f"{count} are zero ({some(zero)}), as before training: these weights are the base's"]
+    return [f"{count} are zero ({abridge(zero)}), as before training: these weights are the base's"]
 
 
 def _is_zero(product: Product, pool: SourceFiles) -> bool:
@@ -275,13 +254,11 @@ def _is_zero(product: Product, pool: SourceFiles) -> bool:
 
 
 def _find_changed(merged: Merged, pool: SourceFiles) -> Iterator[str]:
-    """Yield the whole weights and rows of the adapter that differ from the base's."""
     before = {entry.fqn: entry for entry in merged.base.entries.values()}
     after = {entry.fqn: entry for entry in merged.manifest.entries.values()}
     for fqn in (*merged.replaced, *merged.token_rows):
-        old, new = before.get(fqn), after[fqn]
-        same = old is not None and old.shape == new.shape
-        if old is None or not same or find_first_difference(pool, old, new) is not None:
+        old = before.get(fqn)
+        if old is None or find_first_difference(pool, old, after[fqn]) is not None:
             yield fqn
 
 
@@ -290,8 +267,7 @@ def _check_ties(merged: Merged, pool: SourceFiles, policy: weights.Tied) -> bool
     differing = [
         (head, embedding)
         for head, embedding in merged.untied.items()
-        if entries[head].shape != entries[embedding].shape
-        or find_first_difference(pool, entries[head], entries[embedding]) is not None
+        if find_first_difference(pool, entries[head], entries[embedding]) is not None
     ]
     for head, embedding in differing:
         if policy != "keep" and not merged.products.keys().isdisjoint((head, embedding)):
@@ -323,11 +299,8 @@ def _describe_addition(name: str, path: Path, merged: Merged, chosen: Weights) -
 
 
 def _find_revision(path: Path) -> str:
-    """Return the commit of the base model on the Hub; empty if its directory does not state it.
-
-    Source: huggingface_hub 1.0, ``file_download.py``: a cache has ``snapshots/COMMIT``, a
-    ``local_dir`` has ``.cache/huggingface/download/FILE.metadata`` with the commit in line 1.
-    """
+    # Source: huggingface_hub 1.0, ``file_download.py``: a cache has ``snapshots/COMMIT``, a
+    # ``local_dir`` has ``.cache/huggingface/download/FILE.metadata`` with the commit in line 1.
     directory = get_directory(path)
     for folder in (directory, directory.resolve()):
         if folder.parent.name == "snapshots":

@@ -25,7 +25,7 @@ _OF_OTHER_MODELS = ("fill_missing_from", "family", "vocab_size", "keep_padding")
 
 @dataclass(frozen=True, kw_only=True)
 class WeightsOptions(Options):
-    """Options that choose the weights to write, their dtype and their files."""
+    """Options of ``merge`` and ``average``: the weights to write, their dtype and their files."""
 
     dtype: str | None = option(
         None,

@@ -16,8 +16,8 @@ from reshard.containers.json_files import format_json
 from reshard.core import keys
 from reshard.core.box import Index
 from reshard.core.location import get_directory, note_outside
-from reshard.core.manifest import Skeleton, find_main_dtype
-from reshard.errors import CorruptError, IncompleteError
+from reshard.core.manifest import WEIGHT_KINDS, Skeleton, find_main_dtype
+from reshard.errors import CorruptError, IncompleteError, UsageError
 from reshard.formats.base import Conversion
 from reshard.model import ModelHint
 from reshard.model import adapter_names as adapters
@@ -28,14 +28,13 @@ from reshard.system.files import SourceFiles, read_small_file
 from reshard.system.paths import as_path
 from reshard.tensors import replicas, schedule_free, weights
 from reshard.tensors.weights import Tied, Weights
-from reshard.training import companion_files, sentence_modules
-from reshard.training.companion_files import Companions, is_of_diffusers, match_config
-from reshard.units import counted, some
+from reshard.training import companion_files, copied_files, sentence_modules
+from reshard.training.companion_files import Companions, choose_stem, is_of_diffusers, match_config
+from reshard.units import abridge, counted
 
 if TYPE_CHECKING:
     from reshard.tensors.adapters.config import AdapterConfig
 
-_DIFFUSERS = "diffusion_pytorch_model"  # diffusers 0.42 ``utils/constants.py``
 _NO_CONFIG = (
     "there is no config.json beside the checkpoint, and transformers cannot load the output without"
     " one; copy the model's config.json and tokenizer into the output, or merge with --hf-dir DIR"
@@ -169,12 +168,17 @@ def refuse_other_model(merge: Merge) -> Merge:
 def find_companions(merge: Merge) -> Merge:
     """Return the merge with the model's config and the files beside it."""
     near, options = merge.list_config_places(), merge.options
+    own = copied_files.find_hooked_folder(merge.manifest)
     if options.fill_missing_from:
         near.append(get_directory(options.fill_missing_from))
     if options.quantise_like:
         near.append(get_directory(options.quantise_like))
+    if options.merge_lora:
+        near.append(get_directory(options.merge_lora))
     try:
-        return replace(merge, companions=companion_files.find_companions(options.hf_dir, near))
+        return replace(
+            merge, companions=companion_files.find_companions(options.hf_dir or own, near)
+        )
     except CorruptError:
         if merge.is_directory:
             raise
@@ -203,6 +207,29 @@ def rename(merge: Merge) -> Merge:
     return replace(apply_names(merge, chosen), companions=companions)
 
 
+def rename_adapter(merge: Merge) -> Merge:
+    """Return the merge of an adapter under Hugging Face's names, with which PEFT loads it.
+
+    Raises:
+        UsageError: nothing states the model, on which these names depend.
+    """
+    names, manifest = merge.source.names, merge.manifest
+    if not names.of_own_models:
+        return merge
+    given = merge.options.hf_dir  # it may have the adapter's configuration alone
+    if given is None or (given / "config.json").is_file():
+        merge = find_companions(merge)
+    is_stated = merge.companions.config or names.describe(manifest)
+    if names.describe_adapter(manifest) and not is_stated and merge.options.names != "source":
+        raise UsageError(
+            manifest.origin.path,
+            "has an adapter under Megatron's names, and no file states which Hugging Face model"
+            " this is",
+            "pass the directory of the base model, with its config.json, as --hf-dir",
+        )
+    return replace(rename(merge), naming=None)
+
+
 def choose_form(merge: Merge) -> Merge:
     """Return the merge with the names that transformers writes, or those of its model in memory.
 
@@ -224,7 +251,9 @@ def choose_form(merge: Merge) -> Merge:
         is_file = named.config is None
         config = ModelConfig(companions.config, companions.directory if is_file else None)
     bare = keys.edit(merge.manifest, keys.Edits(strip_wrappers=options.edits.strip_wrappers))
-    form = published.choose_form(bare.manifest, config, names)
+    # Slots of another shape than their weight (Adafactor's) could not be converted.
+    kept = bare.manifest.with_entries(bare.manifest.of_kind(*WEIGHT_KINDS))
+    form = published.choose_form(kept, config, names)
     merge.notes.derived += form.notes
     merge.notes.warnings += form.warnings
     return replace(
@@ -316,7 +345,7 @@ def check_missing(merge: Merge) -> Merge:
         raise IncompleteError(
             merge.manifest.origin.path,
             f"the model of config.json has {count} in its layers that the checkpoint lacks:"
-            f" {some(of_layers)}",
+            f" {abridge(of_layers)}",
             f"merge the base alone first, and {complete}"
             if merge.addition
             else f"{complete}, or write what the checkpoint has, under its own names, with"
@@ -325,7 +354,7 @@ def check_missing(merge: Merge) -> Merge:
     if missing:
         merge.notes.warnings.append(
             f"the model of config.json has {counted(len(missing), 'tensor')} that the checkpoint"
-            f" lacks, and transformers gives them random values: {some(missing)}."
+            f" lacks, and transformers gives them random values: {abridge(missing)}."
             f" {FILL} MODEL takes them from another model"
         )
     return merge
@@ -346,7 +375,6 @@ def lay_out(merge: Merge) -> Merge:
 
 
 def _lay_out_directory(merge: Merge) -> Merge:
-    """Return the merge with a directory in Hugging Face's layout, and notes on its config."""
     texts = build_companions(merge)
     names = (entry.fqn for entry, _ in merge.weights.tensors)
     modules = sentence_modules.compare(merge.list_config_places(), names)
@@ -361,7 +389,7 @@ def _lay_out_directory(merge: Merge) -> Merge:
         max_shard_bytes=merge.options.max_shard_bytes,
         texts=texts,
         metadata=writer.METADATA,
-        stem=_DIFFUSERS if is_of_diffusers(merge.companions.config) else writer.STEM,
+        stem=choose_stem(merge.companions.config),
     )
     return replace(merge, skeleton=skeleton)
 
@@ -376,7 +404,7 @@ def build_companions(merge: Merge) -> dict[str, bytes]:
     if is_of_diffusers(companions.config):  # it states no dtype and no vocabulary
         return texts | {"config.json": format_json(companions.config)}
     dtype = find_main_dtype(
-        (each, entry.numel) for entry, each in tensors if each.family == "float"
+        (dtype, entry.numel) for entry, dtype in tensors if dtype.family == "float"
     )
     config, changes = match_config(
         companions.config,

@@ -28,7 +28,7 @@ from reshard.quantised.weights import QuantisedPair
 from reshard.system.paths import as_path
 from reshard.training import companion_files
 from reshard.training.companion_files import Companions
-from reshard.units import counted, some
+from reshard.units import abridge, counted
 
 Tensors = Sequence[tuple[Entry, DType]]
 
@@ -97,7 +97,7 @@ class Release:
         if unused:
             raise UnsupportedError(
                 f"{QUANTISE_LIKE} {self.path}",
-                f"has scales of activations ({some(unused)}), which depend on calibration data",
+                f"has scales of activations ({abridge(unused)}), which depend on calibration data",
                 "calibrate the merged model with the program that quantised this release",
             )
         unbounded = [
@@ -109,7 +109,7 @@ class Release:
         if unbounded:
             raise UnsupportedError(
                 f"{QUANTISE_LIKE} {self.path}",
-                f"has one scale for a whole tensor ({some(unbounded)}); reshard writes scales of"
+                f"has one scale for a whole tensor ({abridge(unbounded)}); reshard writes scales of"
                 " blocks",
                 "pass a release with weight_block_size",
             )
@@ -141,7 +141,7 @@ def _quantise_like(merge: Merge) -> Merge:
     tensors = merge.weights.tensors
     _check_same_model(release, tensors)
     kept = tiles.KeptScales()
-    written = [item for each in tensors for item in _convert(release, merge, kept, *each)]
+    written = [item for weight in tensors for item in _convert(release, merge, kept, *weight)]
     merge.notes.derived.append(_describe(release, tensors))
     merge.notes.warnings += _note_differences(release, tensors)
     files = {**release.manifest.files, **merge.manifest.files}
@@ -156,11 +156,8 @@ def _quantise_like(merge: Merge) -> Merge:
 
 
 def _check_same_model(release: Release, tensors: Tensors) -> None:
-    """Check that each weight that the release quantises is a float tensor of the same shape.
-
-    Weights that the run does not have are allowed if it has no others in their place: transformers
-    does not load the layers of DeepSeek V3 that predict several tokens.
-    """
+    # Weights that the run does not have are allowed if it has no others in their place:
+    # transformers does not load the layers of DeepSeek V3 that predict several tokens.
     entries = {entry.fqn: entry for entry, _ in tensors}
     flag = f"{QUANTISE_LIKE} {release.path}"
     missing = [fqn for fqn in release.pairs if fqn not in entries]
@@ -168,8 +165,8 @@ def _check_same_model(release: Release, tensors: Tensors) -> None:
     if len(missing) == len(release.pairs) or (missing and extra):
         raise UsageError(
             flag,
-            f"is another model: it quantises {some(missing)}, which the merged model does not"
-            f" have; the merged model has {some(extra or list(entries))}",
+            f"is another model: it quantises {abridge(missing)}, which the merged model does not"
+            f" have; the merged model has {abridge(extra or list(entries))}",
             "pass a release of the model that was trained",
         )
     for fqn, pair in release.pairs.items():
@@ -186,7 +183,6 @@ def _check_same_model(release: Release, tensors: Tensors) -> None:
 def _convert(
     release: Release, merge: Merge, kept: tiles.KeptScales, entry: Entry, dtype: DType
 ) -> Iterator[tuple[Entry, DType]]:
-    """Yield what to write for a weight: codes and scales, or the weight in the release's dtype."""
     pair = release.pairs.get(entry.fqn)
     if pair is not None:
         for part in tiles.quantise(entry, pair, kept):
@@ -213,20 +209,18 @@ def _describe(release: Release, tensors: Tensors) -> str:
 
 
 def _note_differences(release: Release, tensors: Tensors) -> Iterator[str]:
-    """Yield notes on weights that only the release has, or only the merged model."""
     names = {entry.fqn for entry, _ in tensors}
     parts = {fqn for pair in release.pairs.values() for fqn in (pair.codes.fqn, pair.scales.fqn)}
     stored = [*release.pairs, *(fqn for fqn in release.entries if fqn not in parts)]
     missing = [fqn for fqn in stored if fqn not in names]
     extra = [fqn for fqn in names if fqn not in stored]
     if missing:
-        yield f"only the release has {some(missing)}: not in the output"
+        yield f"only the release has {abridge(missing)}: not in the output"
     if extra:
-        yield f"the release does not have {some(extra)}: not quantised"
+        yield f"the release does not have {abridge(extra)}: not quantised"
 
 
 def _state_method(companions: Companions, release: Release) -> Companions:
-    """Return the merged model's companions with the release's quantization_config and dtype."""
     found = companion_files.find_companions(get_directory(release.path), [])
     if companions.config is None:
         return found
@@ -239,7 +233,6 @@ def _state_method(companions: Companions, release: Release) -> Companions:
 
 
 def _quantise_blocks(merge: Merge) -> Merge:
-    """Quantise the weights that transformers quantises of the model of config.json."""
     if merge.companions.config is None or not merge.companions.may_copy_config:
         raise UsageError(
             QUANTISE,
@@ -256,7 +249,7 @@ def _quantise_blocks(merge: Merge) -> Merge:
     if both:
         raise UsageError(
             "--keep-fp32",
-            f"matches {some(both)}, which {QUANTISE} writes as codes",
+            f"matches {abridge(both)}, which {QUANTISE} writes as codes",
             "leave out one of the two options, or change the regular expression",
         )
     kept, written, pairs, others = tiles.KeptScales(), [], [], []
@@ -272,12 +265,12 @@ def _quantise_blocks(merge: Merge) -> Merge:
         raise UsageError(
             QUANTISE,
             f"the model of config.json has no linear layer of whole blocks ({_BLOCK} x {_BLOCK})"
-            f" among the weights: {some(others)}",
+            f" among the weights: {abridge(others)}",
             "pass the config of this model with --hf-dir DIR, or leave the option out",
         )
     merge.notes.derived.append(
         f"{counted(len(pairs), 'weight')} quantised to fp8 (blocks of {_BLOCK} x {_BLOCK} with"
-        f" {FLOAT32} scales); not quantised: {some(others)}"
+        f" {FLOAT32} scales); not quantised: {abridge(others)}"
     )
     # The list replaces the modules that transformers leaves out by itself, so it has these as well.
     # A parameter of another name than "weight" is not a linear layer's, but a layer may be below.
@@ -292,11 +285,6 @@ def _quantise_blocks(merge: Merge) -> Merge:
 
 
 def _build_pair(entry: Entry, shape: Index) -> QuantisedPair:
-    """Return codes and scales that no file stores.
-
-    Raises:
-        UsageError: the weight is not that of the model.
-    """
     if entry.shape != shape or entry.dtype.family != "float":
         raise UsageError(
             QUANTISE,

@@ -100,7 +100,7 @@ class MergeReport(OutputReport):
         yield f"base        {added['base']}{revision}"
         yield from format_list("replaced", added["replaced"])
         for fqn, count in added["token_rows"].items():
-            yield f"tokens      {count} rows of {fqn} come from the adapter"
+            yield f"tokens      {counted(count, 'row')} of {fqn} from the adapter"
 
     def _list_changes(self) -> Iterator[str]:
         for alias, kept in self.dropped_aliases.items():
@@ -130,7 +130,6 @@ def describe_merge(manifest: Manifest, merge: Merge, plan: Plan) -> MergeReport:
         manifest: the source before its names were changed.
     """
     chosen, edited, notes = merge.weights, merge.edited, merge.notes
-    workers = merge.options.budget()[0]
     return MergeReport(
         **describe_common(manifest, merge.skeleton, plan, notes.warnings),
         load_line=_describe_load(merge),
@@ -153,7 +152,9 @@ def describe_merge(manifest: Manifest, merge: Merge, plan: Plan) -> MergeReport:
         excluded=edited.excluded,
         optimizer_tensors_left=sum(kind not in WEIGHT_KINDS for kind, _ in manifest.entries),
         changes=notes.derived,
-        peak_buffer_bytes=workers * (2 * plan.window_bytes + merge.computed_nbytes),
+        peak_buffer_bytes=merge.options.count_buffer_bytes(
+            plan.window_bytes, merge.computed_nbytes
+        ),
     )
 
 

@@ -23,7 +23,7 @@ from reshard.core.manifest import Manifest
 from reshard.engine.move.on_demand import OnDemandFiles
 from reshard.errors import ExistsError, ReshardError, ResourceError, UsageError
 from reshard.system.paths import as_path
-from reshard.units import some
+from reshard.units import abridge
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -98,11 +98,7 @@ def upload(
 
 
 def _describe_load_from_hub(line: str, repository: Repository) -> str:
-    """Return the line of a script that loads the model from the Hub; empty if only reshard can.
-
-    Args:
-        line: loads the model from the directory ``{path}``.
-    """
+    """``line`` loads the model from the directory ``{path}``; empty if only reshard can."""
     if "from_pretrained" not in line:
         return ""
     revision = f', revision="{repository.revision}"' if repository.revision else ""
@@ -114,11 +110,11 @@ def _commit(files: OnDemandFiles, repository: Repository, *, overwrite: bool) ->
 
     api = HfApi()
     info = api.model_info(repository.name, revision=repository.revision)
-    present = {each.rfilename for each in info.siblings or ()} & set(files)
+    present = {sibling.rfilename for sibling in info.siblings or ()} & set(files)
     if present and not overwrite:
         raise ExistsError(
             repository.url,
-            f"already contains {some(sorted(present))}",
+            f"already contains {abridge(sorted(present))}",
             "pass --overwrite to replace them in a new commit",
         )
     additions = [CommitOperationAdd(name, files.open(name)) for name in files]
@@ -133,7 +129,6 @@ def _commit(files: OnDemandFiles, repository: Repository, *, overwrite: bool) ->
 
 @contextmanager
 def _explain_errors(repository: Repository) -> Iterator[None]:
-    """Turn errors of huggingface_hub and of its HTTP client into one of this package."""
     from huggingface_hub.errors import RepositoryNotFoundError
 
     where = repository.url

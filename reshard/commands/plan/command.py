@@ -96,7 +96,6 @@ def plan(source: formats.Paths | None = None, options: PlanOptions | None = None
 
 
 def _check_written(options: PlanOptions, paths: Sequence[Path]) -> None:
-    """Check the path of --write before any work is done."""
     if options.write is None:
         return
     from reshard.engine.output.destination import check_destination
@@ -137,7 +136,6 @@ def _describe_source(manifest: Manifest, options: PlanOptions) -> ModelSizes:
 
 
 def _find_training(options: PlanOptions, manifest: Manifest | None, model: ModelSizes) -> Training:
-    """Return the settings that the options give, else those of the run, else the defaults."""
     if options.freeze:
         keys.compile_patterns([options.freeze], "--freeze")
     stated = _read_settings(manifest) if manifest is not None else {}
@@ -194,7 +192,6 @@ def _note_gaps(manifest: Manifest) -> Iterator[str]:
 
 
 def _read_batch(manifest: Manifest) -> dict[str, int]:
-    """Return the batch sizes that the state of our trainer or a DeepSpeed configuration has."""
     config, state = manifest.train.config, manifest.train.trainer_state
     run = trainer_run.read(state, manifest.origin.path)
     if run is not None:
@@ -211,7 +208,6 @@ def _read_batch(manifest: Manifest) -> dict[str, int]:
 
 
 def _describe_nodes(model: ModelSizes, cluster: Cluster, training: Training) -> str:
-    """Return a note that states on how many nodes a strategy would fit."""
     found = find_nodes(model, cluster, training)
     if found is None:
         return "more nodes do not help: one sample needs more memory than a GPU has"
@@ -223,11 +219,6 @@ def _describe_nodes(model: ModelSizes, cluster: Cluster, training: Training) -> 
 def _continue_run(
     manifest: Manifest, source: Path, choice: Choice, cluster: Cluster, training: Training
 ) -> tuple[list[str], Forecast | None]:
-    """Return how a run continues with the chosen strategy: by a split, or by loading it live.
-
-    Returns:
-        Lines for the report, and the forecast of the split.
-    """
     strategy = choice.row.strategy
     writer = registry.find_writer(strategy.layout)
     to: dict[str, Any] = {"to": writer.name}
@@ -254,19 +245,39 @@ def _forecast_split(manifest: Manifest, target: Path, chosen: dict[str, Any]) ->
     return forecast_job(plan_split(manifest, target, options), target, options)
 
 
+def _name_model(model: ModelSizes, options: PlanOptions, manifest: Manifest) -> ModelSizes:
+    """Return the model with the file that the trainer builds it from, unless the run has one."""
+    from reshard.training.companion_files import find_config
+
+    where = manifest.origin.path
+    if trainer_run.read(manifest.train.trainer_state, where) is not None:
+        return model
+    source = options.model or find_config(manifest)
+    if source is None:
+        raise UsageError(
+            where,
+            "no file states the model, which python -m trainer needs for another program's run",
+            "pass --model config.json, or write .json or .yaml",
+        )
+    return replace(model, source=str(source))
+
+
 def _write(report: PlanReport, options: PlanOptions, manifest: Manifest | None) -> None:
-    """Write the configuration of the chosen strategy, complete or not at all."""
     from reshard.engine.output import commit
     from reshard.sizing.configs import format_config
 
     path = as_path(str(options.write))
+    model = report.model
+    if path.suffix == ".sh" and manifest is not None:
+        model = _name_model(model, options, manifest)
     groups = manifest.train.param_groups if manifest is not None else ()
-    known = groups[0].hyper if groups else {}
-    hyper = {name: known[name] for name in _HYPER if name in known}
+    known = groups[0].hyper if groups and report.training.optimizer == "adamw" else {}
+    is_adamw = known.get("decoupled_weight_decay", True)  # False in torch's Adam
+    hyper = {name: known[name] for name in _HYPER if name in known} if is_adamw else {}
     text = format_config(
         path.suffix,
         report.choice,
-        report.model,
+        model,
         report.cluster,
         report.training,
         optimizer=hyper,

@@ -67,7 +67,7 @@ class PlanReport(Report):
                 },
                 "largest_micro_batch": self.micro_batch,
             },
-            "advice": [asdict(each) for each in self.advice],
+            "advice": [asdict(advice) for advice in self.advice],
             "next_steps": self.next_steps,
             "split": None if self.split is None else asdict(self.split),
             "notes": self.notes,
@@ -112,8 +112,8 @@ class PlanReport(Report):
         for line in self.next_steps:
             yield format_row("next", line)
         if not self.choice.fits:
-            for each in self.advice:
-                yield format_row("saves", f"{units.show_bytes(each.saved):>8}  {each.what}")
+            for advice in self.advice:
+                yield format_row("saves", f"{units.show_bytes(advice.saved):>8}  {advice.what}")
         for note in self.notes:
             yield format_row("note", note)
         if self.written:
@@ -126,14 +126,12 @@ _BACKWARD = "gathered buckets logits activations"
 
 
 def _format_cells(row: StrategyForecast, cluster: Cluster) -> list[str]:
-    """Return the line of a strategy in the table, in decimal gigabytes."""
-    totals = [row.count_total(checkpointing=each) for each in (False, True)]
+    totals = [row.count_total(checkpointing=checkpointing) for checkpointing in (False, True)]
     sizes = [row.states, *totals, row.host, row.disk, row.sent]
     return [row.strategy.name, *map(_format_size, sizes), _describe_fit(row, cluster)]
 
 
 def _describe_total(choice: Choice) -> Iterator[str]:
-    """Yield the terms of the total of a strategy, in decimal gigabytes."""
     row, checkpointing = choice.row, choice.checkpointing
     backward = row.count_backward(checkpointing=checkpointing)
     sizes = asdict(row) | ({"activations": row.recomputed} if checkpointing else {})

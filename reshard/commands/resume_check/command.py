@@ -70,8 +70,6 @@ RunMeter = Callable[[str, int], AbstractContextManager[ShowRun]]
 
 @dataclass(frozen=True, slots=True)
 class _PlannedLayout:
-    """A layout to check: the options of its split, the planned split, and flags of the program."""
-
     options: SplitOptions
     planned: SplitReport
     flags: Sequence[str]
@@ -138,8 +136,6 @@ def _build_page(report: ResumeReport) -> Page:
 
 
 class _ResumeCheck:
-    """All runs of one source."""
-
     def __init__(
         self,
         source: str | Path,
@@ -151,6 +147,9 @@ class _ResumeCheck:
     ) -> None:
         self._source, self._manifest, self._options = source, manifest, options
         self._root, self._print_line, self._run_meter = folder, print_line, run_meter
+        if options.control and not manifest.has_optimizer:
+            problem = "has no optimizer state that could be set to zero"
+            raise IncompleteError(manifest.origin.path, problem, "omit --control")
         self._program = choose_program(manifest, options.command)
         self._layouts = self._plan_layouts()
         sizes = {self.ranks, *(layout.planned.ranks for layout in self._layouts)}
@@ -178,9 +177,10 @@ class _ResumeCheck:
         if options.rtol is None:
             report.noise = self._measure_noise(unbroken)
         if self._program.step is None and not options.control:
+            advice = "; --control does" if self._manifest.has_optimizer else ""
             report.notes.append(
                 "the checkpoint states no step, so these runs do not show that the program loaded"
-                " it at all; --control does"
+                f" it at all{advice}"
             )
         for layout in self._layouts:
             report.targets.append(self._check_layout(layout, unbroken, meter))
@@ -189,7 +189,6 @@ class _ResumeCheck:
         return report
 
     def _plan_layouts(self) -> list[_PlannedLayout]:
-        """Plan the requested layouts; one that cannot be written is refused before any run."""
         options = self._options
         layouts: dict[str, _PlannedLayout] = {}
         for to, size in product(options.to or (None,), options.world_sizes or (None,)):
@@ -212,7 +211,7 @@ class _ResumeCheck:
             raise kind(
                 "the unbroken run" if run.ended else "could not run",
                 f"{' '.join(run.command)}: {run.failure}",
-                "see its output below, or pass --keep DIR to keep all of it",
+                "its last lines are above; pass --keep DIR to keep all of its output",
                 output=run.last_lines,
             )
         return run
@@ -254,18 +253,15 @@ class _ResumeCheck:
         return LayoutResult(run, written, state, _compare_losses(unbroken, run))
 
     def _measure_noise(self, unbroken: ProgramRun) -> NoiseRun:
-        """Continue once more, from a copy whose weights are rounded, for the tolerance.
-
-        Another order of sums rounds differently, and training amplifies what it changes. The log
-        of an earlier run does not show what a resume in this program loses, so a continuation is
-        compared with another one.
-        """
+        # Another order of sums rounds differently, and training amplifies what it changes. The log
+        # of an earlier run does not show what a resume in this program loses, so a continuation is
+        # compared with another one.
         if not unbroken.command:
             unbroken = self._continue_source("unbroken, again")
         manifest, folder = self._manifest, self._make_folder("unbroken-weights-rounded")
         weights = (entry.dtype for entry in manifest.select_weights().values())
         names = [manifest.origin.precision or find_most_common_dtype(weights) or "float32"]
-        names += [each.options.dtype for each in self._layouts if each.options.dtype]
+        names += [layout.options.dtype for layout in self._layouts if layout.options.dtype]
         precision = min(map(dtypes.parse, names), key=lambda dtype: dtype.itemsize)
         rounded = 0
         try:
@@ -282,9 +278,9 @@ class _ResumeCheck:
             self.ranks,
             manifest.origin.zero_stage,
         )
-        for each in folder.iterdir():
-            if each.is_dir():
-                shutil.rmtree(each)  # it must never be used for training
+        for path in folder.iterdir():
+            if path.is_dir():
+                shutil.rmtree(path)  # it must never be used for training
         return NoiseRun(run, rounded, precision, _compare_losses(unbroken, run))
 
     def _run_control(self, layout: _PlannedLayout, unbroken: ProgramRun) -> ControlRun:
@@ -313,7 +309,6 @@ class _ResumeCheck:
         zero_stage: int | None,
         flags: Sequence[str] = (),
     ) -> ProgramRun:
-        """Run the program on a checkpoint and read its log; failures are in the result."""
         words = self._program.build_command(
             checkpoint, folder, ranks=ranks, steps=self._options.steps, zero_stage=zero_stage
         )
@@ -372,7 +367,6 @@ def open_folder(keep: Path | None, prefix: str, *sources: Path) -> Iterator[Path
 
 
 def _compare_losses(unbroken: ProgramRun, run: ProgramRun) -> Trajectory | None:
-    """Compare the losses of two runs; None if one has no log."""
     if unbroken.series is None or run.series is None:
         return None
     return trajectory.compare(unbroken.series, run.series)

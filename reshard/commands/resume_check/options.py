@@ -77,7 +77,9 @@ class ResumeCheckOptions(LayoutOptions, ValueOptions):
 
         An option that this target does not use, but another target of the check does, is left out.
         """
-        shared = {each.name for each in fields(SplitOptions)} & {each.name for each in fields(self)}
+        shared = {field.name for field in fields(SplitOptions)} & {
+            field.name for field in fields(self)
+        }
         shared -= {"to", "html", "overwrite"}  # the page is the check's; splits go to new folders
         if to is not None:
             others = {name for name in shared if {*self.to} & {*list_writers_using(name)}}

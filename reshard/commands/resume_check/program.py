@@ -77,7 +77,6 @@ def choose_program(manifest: Manifest, command: str | None) -> Program:
 
 
 def _use_trainer(manifest: Manifest) -> Program:
-    """Return ``python -m trainer`` with the settings that the checkpoint contains."""
     run = trainer_run.read(manifest.train.trainer_state, manifest.origin.path)
     if run is None:
         raise UsageError(
@@ -121,9 +120,9 @@ def copy_loadable(manifest: Manifest, folder: Path) -> tuple[Path, Manifest]:
         target.mkdir()
         shutil.copy2(path, copied)
     if latest:
-        for each in path.parent.iterdir():
-            if each.is_file():
-                shutil.copy2(each, target)
+        for file in path.parent.iterdir():
+            if file.is_file():
+                shutil.copy2(file, target)
         (target / latest).write_text(path.name)
 
     def replace_path(chunk: Chunk) -> Chunk:

@@ -20,7 +20,7 @@ from reshard.commands.lines import LISTED, Report, format_list, format_row
 from reshard.commands.split.report import SplitReport
 from reshard.core.dtypes import DType
 from reshard.errors import NotRunError
-from reshard.units import counted, some
+from reshard.units import abridge, counted
 
 SCHEMA = 1
 Level = Literal["state", "trajectory", "bitwise"]
@@ -225,8 +225,8 @@ class ResumeReport(Report):
         """Whether programs that did not run are the only failures, so that nothing is known."""
         if self.reached:
             return False
-        lacking = [each for each in self.targets if not each.reaches(self.require, self.rtol)]
-        unknown = all(not each.run.ended and each.tensors_equal for each in lacking)
+        lacking = [result for result in self.targets if not result.reaches(self.require, self.rtol)]
+        unknown = all(not result.run.ended and result.tensors_equal for result in lacking)
         return unknown and (self.control is None or not self.blind or not self.control.run.ended)
 
     @property
@@ -302,7 +302,7 @@ class ResumeReport(Report):
         yield from _describe_trajectory(result.trajectory, self.rtol, self.steps)
         if result.other_settings:
             text = "DIFFER in the files, for programs that take them from there"
-            yield format_row("  settings", f"{some(result.other_settings)} {text}")
+            yield format_row("  settings", f"{abridge(result.other_settings)} {text}")
 
     def _describe_control(self, control: ControlRun) -> Iterator[str]:
         yield f"control: {control.wiped} set to zero in {control.run.name}"
@@ -327,7 +327,7 @@ def _describe_state(result: LayoutResult) -> str:
     if result.tensors_equal:
         names = ", ".join(value.name for value in state.train[:LISTED])
         return f"{state.equal} tensors are equal bit by bit; the train state differs in {names}"
-    first = [each.describe() for each in state.unequal]
+    first = [difference.describe() for difference in state.unequal]
     first += [f"{kind} {fqn} is only in the source" for kind, fqn in state.only_a]
     first += [f"{kind} {fqn} is only in the output" for kind, fqn in state.only_b]
     return f"{len(first)} tensors DIFFER, {state.equal} are equal; the first: {first[0]}"

@@ -21,7 +21,6 @@ _LAUNCHER_VARIABLES = ("WORLD_SIZE", "SLURM_NTASKS", "OMPI_COMM_WORLD_SIZE", "PM
 
 
 def _parse_world_size(text: str) -> int:
-    """Return a number of ranks; ``auto`` stands for the number that the launcher states."""
     if text != "auto":
         if not text.isdecimal() or int(text) < 1:
             raise UsageError(f"--world-size {text}", "must be a number of at least 1, or auto")

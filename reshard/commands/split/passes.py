@@ -64,6 +64,7 @@ class SplitConversion(StateConversion):
         options: the user's, completed by `choose_optimizer`.
         destination: where the output will be; ``report_as``: as the user wrote it.
         live: the program that loads the output, if it runs already.
+        stripped: the note on wrapper prefixes that were removed from the names.
         request, naming, state, layout: from the passes `resolve`, `rename`, `build_state` and
             `lay_out` on.
     """
@@ -72,6 +73,7 @@ class SplitConversion(StateConversion):
     destination: Path
     report_as: str
     live: LiveTarget
+    stripped: str = ""
     request: Request = _LATER
     naming: Naming = _LATER
     state: WritableState = _LATER
@@ -116,11 +118,13 @@ def strip_wrappers(split: SplitConversion) -> SplitConversion:
             f"lists {weights.describe_missing_values(manifest.absent)}",
             "save it without exclude_frozen_parameters, or write the rest with reshard merge",
         )
+    stripped = ""
     if edited.stripped:
         old, new = edited.stripped[0]
         count = units.counted(len(edited.stripped), "name")
-        split.notes.derived.append(f"{count} without wrapper prefixes, e.g. {old} -> {new}")
-    return split.with_manifest(manifest)
+        stripped = f"{count} without wrapper prefixes, e.g. {old} -> {new}"
+        split.notes.derived.append(stripped)
+    return replace(split.with_manifest(manifest), stripped=stripped)
 
 
 def choose_optimizer(split: SplitConversion) -> SplitConversion:
@@ -138,7 +142,7 @@ def choose_optimizer(split: SplitConversion) -> SplitConversion:
     advice = " (--init-optimizer zeros starts an Adam)" if writer.starts_optimizer else ""
     others = run_directory.list_others(manifest.origin.path)
     if others:
-        advice += f"; other checkpoints of the run, which may have it: {units.some(others)}"
+        advice += f"; other checkpoints of the run, which may have it: {units.abridge(others)}"
     split.notes.warnings.append(
         f"weights only (--init-optimizer none): the source has no optimizer state{advice}"
     )
@@ -289,7 +293,6 @@ def rename(split: SplitConversion) -> SplitConversion:
 
 
 def _compare_merged(split: SplitConversion, named: Naming) -> None:
-    """Compare the values of tensors that became one under the output's names."""
     if named.merged:
         files, policy = named.manifest.files, split.options.replicas
         entries = [e for e in named.manifest.of_kind(*WEIGHT_KINDS) if e.fqn in named.merged]
@@ -298,7 +301,6 @@ def _compare_merged(split: SplitConversion, named: Naming) -> None:
 
 
 def _choose_form(split: SplitConversion) -> SplitConversion:
-    """Return the split with the names that transformers writes, or those of its model."""
     options, manifest, named = split.options, split.manifest, split.naming
     names = options.names
     is_renamed = named.config is not None  # by a table, to the published names
@@ -324,7 +326,6 @@ def _choose_form(split: SplitConversion) -> SplitConversion:
 
 
 def _read_config(path: Path) -> Mapping[str, Any] | None:
-    """Return the config of a path, or of its directory; None if there is no such file."""
     file = path / "config.json" if path.is_dir() else path
     return read_json_object(file) if file.is_file() else None
 
@@ -381,7 +382,6 @@ def choose_random_states(split: SplitConversion) -> SplitConversion:
 def _find_obstacle_to_random_states(
     split: SplitConversion,
 ) -> IncompleteError | UnsupportedError | UsageError | None:
-    """Return why random states can be neither kept nor derived, or None."""
     manifest, request, writer = split.manifest, split.request, split.writer
     files, where = manifest.train.rng_files, manifest.origin.path
     if writer.find_random_states(request) == "none":
@@ -419,7 +419,10 @@ def adapt(split: SplitConversion) -> SplitConversion:
         manifest, notes = source.translate(split.manifest)
         split.notes.derived += notes
         split = split.with_manifest(manifest)
-    return writer.adapt(split)
+    adapted = writer.adapt(split)
+    if split.stripped and writer.copies_values(adapted):
+        adapted.notes.derived.remove(split.stripped)  # the keys of the output keep the prefixes
+    return adapted
 
 
 # The training state to write, and its files
@@ -468,12 +471,9 @@ def build_state(split: SplitConversion) -> SplitConversion:
 
 
 def _keeps_unnamed_members(state: WritableState, request: Request, writer: Writer) -> bool:
-    """Return whether the output keeps the groups of the source that name no parameters.
-
-    DeepSpeed has no group without parameters. A group that names none has only parameters without
-    elements, which DeepSpeed allows at the stages 0 and 3 (0.19.8 ``runtime/utils.py``,
-    ``is_optimized_parameter``); at the stages 1 and 2 it fails when the engine is made.
-    """
+    # DeepSpeed has no group without parameters. A group that names none has only parameters without
+    # elements, which DeepSpeed allows at the stages 0 and 3 (0.19.8 ``runtime/utils.py``,
+    # ``is_optimized_parameter``); at the stages 1 and 2 it fails when the engine is made.
     stages = {state.manifest.origin.zero_stage, request.zero_stage}
     named = {member.fqn for member in state.members}
     return (

@@ -11,6 +11,7 @@ from reshard.commands.output import is_single_file
 from reshard.commands.split.passes import SplitConversion
 from reshard.core.chunks import Chunk
 from reshard.core.dtypes import DType
+from reshard.core.keys import remove_wrappers
 from reshard.core.manifest import WEIGHT_KINDS, Entry, Manifest
 from reshard.errors import DifferentError
 from reshard.naming import Naming
@@ -48,11 +49,8 @@ def check(split: SplitConversion, staging: Path) -> None:
         prove=not alike,
     )
     planned = _group_by_name(skeleton.entries, named)
-    tied = {
-        named.name_in_table(alias): named.name_in_table(kept)
-        for alias, kept in state.manifest.tied.items()
-    }
-    stepless = {named.name_in_table(member.fqn) for member in state.members if not member.slots}
+    tied = {_bare(named, alias): _bare(named, kept) for alias, kept in state.manifest.tied.items()}
+    stepless = {_bare(named, member.fqn) for member in state.members if not member.slots}
     for fqn, entries in _group_by_name(seen.entries.values(), named).items():
         # A layout may store slots for every parameter; those of one that was never updated are
         # zeros, which the plan does not list.
@@ -81,8 +79,12 @@ def check(split: SplitConversion, staging: Path) -> None:
 def _group_by_name(entries: Iterable[Entry], named: Naming) -> dict[str, list[Entry]]:
     by_name = defaultdict(list)
     for entry in entries:
-        by_name[named.name_in_table(entry.fqn)].append(entry)
+        by_name[_bare(named, entry.fqn)].append(entry)
     return by_name
+
+
+def _bare(named: Naming, fqn: str) -> str:
+    return remove_wrappers(named.name_in_table(fqn))  # keys of DCP may keep the source's wrappers
 
 
 _Location = tuple[str, int, DType]
@@ -95,7 +97,6 @@ def _locate(chunk: Chunk) -> _Location:
 def _iterate_locations(
     entry: Entry, staging: str, files: Container[str] | None
 ) -> Iterator[_Location]:
-    """Yield where the chunks of an entry are planned, in these files; None: in all."""
     if files is None:
         yield from ((staging + c.file, c.byte_offset, c.dtype) for c in entry.chunks)
         return
@@ -113,17 +114,16 @@ def _is_padding(chunk: Chunk, expected: Sequence[Entry]) -> bool:
 
 
 def _check_all(seen: Manifest, state: WritableState, named: Naming) -> None:
-    names = {
-        named.name_in_table(fqn) for fqn in (*(e.fqn for e in seen.entries.values()), *seen.tied)
-    }
-    slots = {(entry.kind, named.name_in_table(entry.fqn)) for entry in seen.entries.values()}
+    names = {_bare(named, fqn) for fqn in (*(e.fqn for e in seen.entries.values()), *seen.tied)}
+    slots = {(entry.kind, _bare(named, entry.fqn)) for entry in seen.entries.values()}
     for weight in state.weights:
-        if named.name_in_table(weight.fqn) not in names:
+        if _bare(named, weight.fqn) not in names:
             raise DifferentError(weight.fqn, "is missing when the output is read back")
     for member in state.members:
         for slot, entry in member.slots.items():
             is_kept = entry.numel and slot not in RECOMPUTED
-            if is_kept and (slot, named.name_in_table(member.fqn)) not in slots:
+            if is_kept and (slot, _bare(named, member.fqn)) not in slots:
+                reason = f": {seen.unnamed.reason}" if seen.unnamed else ""
                 raise DifferentError(
-                    member.fqn, f"its {slot} is missing when the output is read back"
+                    member.fqn, f"its {slot} is missing when the output is read back{reason}"
                 )

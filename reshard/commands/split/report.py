@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 from dataclasses import dataclass, field
 from typing import ClassVar
 
@@ -68,7 +68,6 @@ class SplitReport(OutputReport):
 
 
 def _describe_load(writer: Writer, request: Request) -> str:
-    """Return how the program that saved the source, or one of the layout, loads the output."""
     if request.run is not None and request.keeps_layout and not request.weights_only:
         return trainer_run.describe_resume(request.world_size)
     return writer.describe_load(request)
@@ -112,8 +111,9 @@ def describe_split(split: SplitConversion, plan: Plan) -> SplitReport:
         report.kept.append(f"{', '.join(copied)}: copied byte for byte")
         report.warnings = unread.update_notes(report.warnings, manifest.unread_files, copied)
     if not layout.copied:
-        report.notes += _list_unread(manifest)
-        report.notes += copied_files.describe_lost_models(manifest.train.hook_files, copied)
+        written = [file.name for file in skeleton.files]
+        report.notes += _list_unread(manifest, written)
+        report.notes += copied_files.describe_lost_models(manifest.train.hook_files, written)
     _report_masters(manifest, request, report)
     _report_optimizer(state, request, report)
     report.dropped += _list_values_of_training(manifest, writer, request)
@@ -162,7 +162,6 @@ def _report_optimizer(state: WritableState, request: Request, report: SplitRepor
 
 
 def _list_values_of_training(manifest: Manifest, writer: Writer, request: Request) -> Iterator[str]:
-    """Yield a line with the names of the values that are dropped together with the optimizer."""
     if request.weights_only:
         values = torch_state_dict.list_values(manifest.train)
         lost = [name for name in values if not writer.keeps_value(name, request)]
@@ -171,28 +170,24 @@ def _list_values_of_training(manifest: Manifest, writer: Writer, request: Reques
 
 
 def _keeps_everything(split: SplitConversion) -> bool:
-    """Return whether no option asks for anything else than the source has."""
-    declared = {each.name for each in options_of(LayoutOptions)} | {"to", "world_size"}
+    declared = {option.name for option in options_of(LayoutOptions)} | {"to", "world_size"}
     same_ranks = split.request.world_size == split.manifest.origin.world
     return same_ranks and declared.isdisjoint(split.options.given())
 
 
-def _list_unread(manifest: Manifest) -> Iterator[str]:
-    """Yield notes on values that no target writes, because reshard does not read them.
-
-    Values of the script are left out here: each target reports those that it cannot store.
-    """
+def _list_unread(manifest: Manifest, written: Container[str]) -> Iterator[str]:
+    """Values of the script are left out: each target reports those that it cannot store."""
     client = manifest.train.client
     by_kind: dict[str, list[str]] = {}
     for name, kind in manifest.unread.items():
-        if not any(name == own or name.startswith(f"{own}.") for own in client):
+        is_copied = f"{name}/config.json" in written  # as the model of a hook
+        if not (is_copied or any(name == own or name.startswith(f"{own}.") for own in client)):
             by_kind.setdefault(kind, []).append(name)
     for kind, names in by_kind.items():
-        yield f"not copied: {units.some(names)} ({kind})"
+        yield f"not copied: {units.abridge(names)} ({kind})"
 
 
 def _note_cast_masters(state: WritableState, request: Request) -> Iterator[str]:
-    """Yield notes on the masters of a new optimizer that are cast from narrower weights."""
     written = request.master_dtype
     narrow = Counter(
         member.weight.value.dtype.name

@@ -52,9 +52,12 @@ def choose_writer(manifest: Manifest, options: SplitOptions) -> Writer:
     name = options.to or registry.describe_source(manifest).writer
     if name is None:
         advice = f"name the layout to write: --to {'|'.join(registry.list_writers())}"
-        if len(manifest.files) == 1 and manifest.origin.world == 1:
-            whole = "its program loads this file on any number of ranks; for another program, "
-            advice = whole + advice
+        is_plain = len(manifest.files) == 1 or manifest.origin.format == "torch"
+        if is_plain and manifest.origin.world == 1:
+            files = "this file" if len(manifest.files) == 1 else "these files"
+            whole = f"its program loads {files} on any number of ranks; for another program, "
+            below = manifest.checkpoint_below
+            advice = (f"pass {below} for its state; " if below else "") + whole + advice
         raise UsageError(
             manifest.origin.path,
             f"is a {manifest.origin.format} checkpoint, whose layout split does not keep",
@@ -108,20 +111,18 @@ def resolve_request(
 
 
 def _check_options(writer: Writer, options: SplitOptions) -> None:
-    """Refuse an option that would change nothing."""
-    for each in options_of(TargetOptions):
-        using = list_writers_using(each.name)
-        is_given = getattr(options, each.name) != each.default
+    for option in options_of(TargetOptions):
+        using = list_writers_using(option.name)
+        is_given = getattr(options, option.name) != option.default
         if is_given and using and writer.name not in using:
             raise UsageError(
-                each.flags[0],
+                option.flags[0],
                 f"has no effect with --to {writer.name}",
                 f"leave it out; it is an option of --to {'|'.join(using)}",
             )
 
 
 def _choose_sizes(manifest: Manifest, writer: Writer, options: SplitOptions) -> Sizes:
-    """Return the given model-parallel sizes, else those of a source whose grid the writer keeps."""
     keeps = manifest.origin.format in writer.keeps_grid_of
     own = sizes.parse_mesh(manifest.origin.mesh) if keeps else ONE
     return Sizes(
@@ -148,7 +149,6 @@ def _parse_mesh(options: SplitOptions, device: str) -> MeshGrid | None:
 def _choose_tensor_plan(
     manifest: Manifest, grid: MeshGrid | None, model: ModelShapes | None, options: SplitOptions
 ) -> TensorPlan | None:
-    """Return how a tensor-parallel axis cuts: the user's plan, the source's, or the model's."""
     if grid is None or "tensor" not in grid.roles:
         if options.tp_plan is not None:
             raise UsageError(f"--tp-plan {options.tp_plan}", "needs --mesh with an axis tp=N")
@@ -201,7 +201,6 @@ def identify_save(state: WritableState, request: Request, writer: Writer) -> Sav
 
 
 def _sample_unchecked_files(manifest: Manifest) -> Iterator[bytes]:
-    """Yield blocks spread over each file that stores no checksum of its content."""
     with SourceFiles(manifest.files) as pool:
         for path, file in sorted(manifest.files.items()):
             if file.lasting and not any(record.crc32 for record in file.records):

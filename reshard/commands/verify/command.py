@@ -89,7 +89,6 @@ def verify(
 
 
 def _read_listed(options: VerifyOptions) -> Contents | None:
-    """Return the manifest to compare with, if the user gives one."""
     if not options.against:
         return None
     from reshard.checks import hashes
@@ -98,7 +97,6 @@ def _read_listed(options: VerifyOptions) -> Contents | None:
 
 
 def _build_page(report: VerifyReport, manifest: Manifest | None) -> Page:
-    """Build the page, with a map of the shards if their coverage was proved."""
     from reshard.html import check_pages
 
     if manifest is None or report.check(names.COVERAGE).status != result.PASSED:
@@ -107,11 +105,7 @@ def _build_page(report: VerifyReport, manifest: Manifest | None) -> Page:
 
 
 def _read(sources: Sequence[Path], options: VerifyOptions) -> Manifest:
-    """Read the manifest without the proof of its coverage.
-
-    If the source does not fit ``--model``, it is read without the model: a check lists all
-    differences.
-    """
+    # If the source does not fit --model, it is read without it: a check lists all differences.
     arguments = options.reader_arguments()
     try:
         return formats.read(sources, prove=False, **arguments)

@@ -23,7 +23,7 @@ from reshard.errors import CorruptError, ReshardError, UsageError
 from reshard.formats.run_directory import find_checkpoint
 from reshard.system.files import get_size
 from reshard.system.paths import as_path
-from reshard.units import counted, some
+from reshard.units import abridge, counted
 
 _OF_WHOLE_CHECKPOINT = ("model", "write_manifest", "html", "ignore")  # options
 _DEPTH = 2  # folders between the directory of a run and the files of a checkpoint
@@ -78,19 +78,19 @@ def check_included(
     listed = read(as_path(options.against or "")).files
     chosen = _choose_files(listed, options)
     report = VerifyReport(str(sources[0]), names.FILES, options.given())
-    blocks = sum(each.block_count for each in chosen)
+    blocks = sum(digests.block_count for digests in chosen)
     check = Check(
         names.FILES,
         f"{len(chosen)} of {counted(len(listed), 'file')}, {counted(blocks, 'block')}",
         exit_code=CorruptError.exit_code,
     )
     places = _find_places(sources, chosen, options.tag)
-    with open_progress(meter, sum(each.nbytes for each in chosen)) as progress:
-        for each in chosen:
-            check.failures += _describe_file(each, places.get(each.name), options)
-            progress(each.nbytes)
+    with open_progress(meter, sum(digests.nbytes for digests in chosen)) as progress:
+        for digests in chosen:
+            check.failures += _describe_file(digests, places.get(digests.name), options)
+            progress(digests.nbytes)
     report.checks = [check]
-    report.bytes_read = sum(each.nbytes for each in chosen if each.name in places)
+    report.bytes_read = sum(digests.nbytes for digests in chosen if digests.name in places)
     report.seconds = time.perf_counter() - began
     return report
 
@@ -114,13 +114,12 @@ def _describe_file(
 def _find_problem(
     digests: FileDigests, path: str, ranges: Iterable[tuple[int, int]] | None, workers: int
 ) -> str:
-    """Return how a file differs from its digests; empty if it does not."""
     blocks = digests.find_blocks([(0, digests.nbytes)] if ranges is None else ranges)
     found = get_size(path)
     if found != digests.nbytes:
         return f"has {found} bytes, but the manifest states {digests.nbytes}"
     other = find_other_blocks(digests, path, blocks, workers=workers)
-    shown = some([f"{start}-{stop}" for start, stop in other])
+    shown = abridge([f"{start}-{stop}" for start, stop in other])
     return f"its contents differ from those in the manifest in bytes {shown}" if other else ""
 
 
@@ -128,16 +127,16 @@ def _choose_files(listed: Sequence[FileDigests], options: VerifyOptions) -> list
     chosen: dict[str, FileDigests] = {}
     for pattern in options.include:
         found = [
-            each
-            for each in listed
-            if fnmatchcase(each.name, pattern)
-            or fnmatchcase(PurePosixPath(each.name).name, pattern)
+            digests
+            for digests in listed
+            if fnmatchcase(digests.name, pattern)
+            or fnmatchcase(PurePosixPath(digests.name).name, pattern)
         ]
         if not found:
             raise UsageError(
                 f"--include {pattern}", f"matches no file of the manifest: {_list_names(listed)}"
             )
-        chosen.update((each.name, each) for each in found)
+        chosen.update((digests.name, digests) for digests in found)
     return list(chosen.values())
 
 
@@ -148,41 +147,39 @@ def _find_places(
     if not folders:
         raise UsageError(
             sources[0],
-            f"contains no file {some([each.name for each in chosen])}",
+            f"contains no file {abridge([digests.name for digests in chosen])}",
             "pass the directory of the checkpoint that the manifest was written from",
         )
     return {
-        each.name: str(folder / each.name)
+        digests.name: str(folder / digests.name)
         for folder in folders
-        for each in chosen
-        if (folder / each.name).exists()
+        for digests in chosen
+        if (folder / digests.name).exists()
     }
 
 
 def _find_folder(source: Path, chosen: Sequence[FileDigests], tag: str | None) -> Path | None:
-    """Return the directory of the files; in a run with several, that of its checkpoint."""
-
     def has_files(location: Location) -> bool:
-        return any((location.path / each.name).exists() for each in chosen)
+        return any((location.path / digests.name).exists() for digests in chosen)
 
     top = Location([get_directory(str(source))])
     level = [top]
     for _ in range(_DEPTH + 1):
-        having = [each for each in level if has_files(each)]
+        having = [location for location in level if has_files(location)]
         if having and (tag or len(having) > 1):
             checkpoint = find_checkpoint(top, tag, has_files)
             if checkpoint is None:
                 raise UsageError(
                     source,
-                    f"has files of the manifest in {some([str(each) for each in having])}",
+                    f"has files of the manifest in {abridge(list(map(str, having)))}",
                     "pass the directory of one checkpoint",
                 )
             return checkpoint.path
         if having:
             return having[0].path
-        level = [below for each in level for below in each.folders.values()]
+        level = [below for location in level for below in location.folders.values()]
     return None
 
 
 def _list_names(listed: Sequence[FileDigests]) -> str:
-    return some([each.name for each in listed])
+    return abridge([digests.name for digests in listed])

@@ -117,11 +117,10 @@ def _add_model(report: HistoryReport, model: str, history: History) -> None:
     report.tags += [{**tag, "model": model} for tag in _describe_tags(history)]
     for group, changes in _describe_groups(history).items():
         report.groups[f"{model}: {group}" if model else group] = changes
-    report.bytes_read += sum(each.bytes_read for each in history.movements)
+    report.bytes_read += sum(movement.bytes_read for movement in history.movements)
 
 
 def _join_checks(checks: Mapping[str, Sequence[Check]]) -> list[Check]:
-    """Return one list of checks; the findings of several models begin with the model's name."""
     if len(checks) == 1:
         return list(*checks.values())
     joined = []
@@ -131,8 +130,16 @@ def _join_checks(checks: Mapping[str, Sequence[Check]]) -> list[Check]:
             Check(
                 same[0].name,
                 "; ".join(f"{model}: {check.looked_at}" for model, check in by_model.items()),
-                [f"{model}: {text}" for model, each in by_model.items() for text in each.failures],
-                [f"{model}: {text}" for model, each in by_model.items() for text in each.warnings],
+                [
+                    f"{model}: {text}"
+                    for model, check in by_model.items()
+                    for text in check.failures
+                ],
+                [
+                    f"{model}: {text}"
+                    for model, check in by_model.items()
+                    for text in check.warnings
+                ],
                 applies=any(check.applies for check in same),
                 exit_code=max([check.exit_code for check in same if check.failures], default=1),
             )
@@ -143,7 +150,6 @@ def _join_checks(checks: Mapping[str, Sequence[Check]]) -> list[Check]:
 def _check_alone(
     tag: Tag, report: HistoryReport, options: VerifyOptions, meter: Meter | None
 ) -> list[Check]:
-    """Run the checks of a single checkpoint; add the bytes that they read to the report."""
     manifest = tag.manifest
     shapes = ModelHint(options.model, options.wrap).shapes() if options.model else None
     paths = [as_path(path) for path in manifest.files]
@@ -158,23 +164,19 @@ def _check_alone(
 def _add_checks(
     checks: Sequence[Check], tags: Sequence[Tag], alone: Sequence[Sequence[Check]]
 ) -> list[Check]:
-    """Return the checks of a history with those of its single checkpoints.
-
-    Findings of the single ones begin with the name of the checkpoint.
-    """
     found = {check.name: check for check in checks}
     for same in zip(*alone, strict=True):
-        if same[0].name not in found and not any(each.applies for each in same):
+        if same[0].name not in found and not any(check.applies for check in same):
             continue
         own = found.setdefault(
             same[0].name,
-            Check(same[0].name, same[-1].looked_at, applies=any(each.applies for each in same)),
+            Check(same[0].name, same[-1].looked_at, applies=any(check.applies for check in same)),
         )
-        for tag, each in zip(tags, same, strict=True):
-            own.failures += [f"{tag.name}: {text}" for text in each.failures]
-            own.warnings += [f"{tag.name}: {text}" for text in each.warnings]
-            if each.failures:
-                own.exit_code = max(own.exit_code, each.exit_code)
+        for tag, check in zip(tags, same, strict=True):
+            own.failures += [f"{tag.name}: {text}" for text in check.failures]
+            own.warnings += [f"{tag.name}: {text}" for text in check.warnings]
+            if check.failures:
+                own.exit_code = max(own.exit_code, check.exit_code)
     return list(found.values())
 
 
@@ -195,7 +197,6 @@ def _open(
 def _read_all(
     found: Mapping[int, Location | None], sources: Sequence[Path], options: VerifyOptions
 ) -> History:
-    """Read the headers of the checkpoints of one model."""
     tags: list[Tag] = []
     unreadable: dict[str, Check] = {}
     for number, place in found.items():
@@ -214,7 +215,6 @@ def _read_all(
 
 
 def _read(place: Location, options: VerifyOptions) -> Manifest | Check:
-    """Return a checkpoint of the run, or the check that failed when it was read."""
     arguments = {**options.reader_arguments(), "tag": None}
 
     def read() -> Manifest:
@@ -243,18 +243,14 @@ def _measure(history: History, options: VerifyOptions, meter: Meter | None) -> N
 
 
 def _differs(first: Tag, last: Tag, fqn: str) -> bool:
-    a, b = first.weights[fqn], last.weights[fqn]
-    if (a.shape, a.dtype) != (b.shape, b.dtype):
-        return True
     with SourceFiles() as pool:
-        return find_first_difference(pool, a, b) is not None
+        return find_first_difference(pool, first.weights[fqn], last.weights[fqn]) is not None
 
 
 def _describe_tags(history: History) -> Iterator[dict[str, Any]]:
-    """Yield what each checkpoint states, and what changed since the one before."""
     trained = history.trained
     for number, tag in enumerate(history.tags):
-        rates = [rate for each in trained if (rate := tag.find_rate(each.fqn)) is not None]
+        rates = [rate for movement in trained if (rate := tag.find_rate(movement.fqn)) is not None]
         known: dict[str, Any] = {
             "name": tag.name,
             "number": tag.number,
@@ -263,7 +259,7 @@ def _describe_tags(history: History) -> Iterator[dict[str, Any]]:
             "lr": max(rates, default=None),
         }
         if number:
-            changes = [each.changes[number - 1] for each in trained]
+            changes = [movement.changes[number - 1] for movement in trained]
             known |= {
                 "moved": _divide(sum(c.moved for c in changes), sum(c.elements for c in changes)),
                 "change": _compare_size(trained, number),
@@ -276,18 +272,16 @@ def _describe_tags(history: History) -> Iterator[dict[str, Any]]:
 
 
 def _compare_size(movements: Sequence[Movement], number: int) -> float | None:
-    """Return the root mean square of changes, relative to that of the weights."""
-    changes = [each.changes[number - 1] for each in movements]
+    changes = [movement.changes[number - 1] for movement in movements]
     squares, sizes = (sum(c.squares for c in changes), sum(c.weight_squares for c in changes))
     return _drop_not_finite(sqrt(squares / sizes)) if sizes and isfinite(squares / sizes) else None
 
 
 def _describe_groups(history: History) -> dict[str, list[float | None]]:
-    """Return the relative change per update of each layer group, for each pair of checkpoints."""
-    groups = _group_layers(each.fqn for each in history.trained)
+    groups = _group_layers(movement.fqn for movement in history.trained)
     members: dict[str, list[Movement]] = {}
-    for each in history.trained:
-        members.setdefault(groups[each.fqn], []).append(each)
+    for movement in history.trained:
+        members.setdefault(groups[movement.fqn], []).append(movement)
     found: dict[str, list[float | None]] = {name: [] for name in members}
     for number, before, now in history.pairs():
         updates = (now.updates or now.number) - (before.updates or before.number)

@@ -101,7 +101,6 @@ def run_deep_checks(
 
 
 def _read_config(manifest: Manifest) -> dict[str, Any] | None:
-    """Return the transformers config beside the checkpoint; None if it is missing or damaged."""
     from reshard.training.companion_files import find_config
 
     try:

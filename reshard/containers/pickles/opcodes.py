@@ -37,8 +37,6 @@ def _register_constant(code: int, value: Any) -> None:
 
 
 def _register_counted(code: int, layout: str, convert: Callable[[bytes], Any]) -> None:
-    """Register an opcode that pushes a value made from a length-prefixed run of bytes."""
-
     def handler(machine: Machine) -> None:
         machine.stack.append(convert(machine.take(machine.take_number(layout))))
 
@@ -83,8 +81,6 @@ for _code, _layout, _convert in (
 
 
 def _register_raw(code: int, layout: str) -> None:
-    """Register an opcode that pushes bytes unchanged, with their offset in the stream."""
-
     def handler(machine: Machine) -> None:
         data = machine.take(machine.take_number(layout))
         machine.stack.append(Located.of(data, machine.position - len(data)))

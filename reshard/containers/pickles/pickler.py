@@ -341,15 +341,15 @@ class Pickler:
         self.memoize()
         out += b"(" if count > 1 else b""
         for pair in value.state.items():
-            for each in pair:
+            for part in pair:
                 # Most are texts and objects that were written before, or integers.
-                index = memo.get(id(each))
+                index = memo.get(id(part))
                 if index is not None and index >= 256:
                     out += _LONG_MEMO(b"j", index)
-                elif type(each) is int:
-                    self.write_integer(each)
+                elif type(part) is int:
+                    self.write_integer(part)
                 else:
-                    self.write(each)
+                    self.write(part)
         out += b"ub" if count > 1 else b"sb" if count else b"b"
 
     def _write_ordered_dict(self, items: OrderedDict[Any, Any]) -> None:
@@ -373,11 +373,8 @@ class Pickler:
     def _split_batches(
         self, values: _Counted, one: bytes, many: bytes, *, exact: bool
     ) -> Iterable[tuple[Iterable[Any], bytes]]:
-        """Yield batches to write, each with the opcode that adds it to the container.
-
-        A last batch of one is written without MARK, unless the container is a built-in
-        one (``exact``) and has other batches.
-        """
+        # A last batch of one is written without MARK, unless the container is a built-in one
+        # (``exact``) and has other batches.
         rest = iter(values)
         for start in range(0, len(values), _BATCH):
             single = len(values) - start == 1 and not (exact and start)

@@ -38,7 +38,9 @@ def _is_shallow(value: Any) -> bool:
     # This goes by levels, not by recursion, because a hostile value may be nested without end.
     level, seen = [value], set[int]()
     for _ in range(_DEEPEST):
-        below = [part for each in level for part in _list_parts(each) if id(part) not in seen]
+        if not level:
+            return True
+        below = [part for holder in level for part in _list_parts(holder) if id(part) not in seen]
         seen.update(map(id, below))
         level = below
     return not level
@@ -87,11 +89,6 @@ def list_left_out(name: str, described: Any, value: Any) -> list[str]:
 def is_namespace(value: Any) -> TypeGuard[Call]:
     """Return whether a value is an ``argparse.Namespace`` with its attributes."""
     return isinstance(value, Call) and value.name == NAMESPACE and isinstance(value.state, dict)
-
-
-def get_attributes(value: Any) -> Mapping[str, Any]:
-    """Return the attributes of a namespace; an empty dict for any other value."""
-    return value.state if is_namespace(value) else {}
 
 
 def with_attributes(value: Call, new: Mapping[str, Any]) -> Call:

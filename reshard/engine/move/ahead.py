@@ -10,9 +10,8 @@ cache from the read to the check. Only small adjacent ranges are fetched togethe
 from __future__ import annotations
 
 import contextlib
-import resource
+import mmap
 import threading
-import time
 from bisect import bisect_right
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -25,7 +24,7 @@ from reshard.system import signals
 from reshard.system.files import SourceFiles
 from reshard.system.paths import is_remote
 from reshard.system.ranges import Range, merge_ranges
-from reshard.system.threads import ThreadGroup, map_files
+from reshard.system.threads import ThreadGroup, map_files, start_measuring
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -51,7 +50,6 @@ _SPARSE = 4  # times; and if that fetches at most so many times the bytes that a
 _LONG_WAIT = 0.0005  # seconds
 _MUCH = 4  # times
 _REMEMBERED = 16  # reads; on a busy machine, some of them wait for other threads
-_THREAD: int | None = getattr(resource, "RUSAGE_THREAD", None)
 _CHECK_SECONDS = 0.1  # between two looks for a signal
 
 
@@ -74,27 +72,10 @@ class Pace:
     @contextlib.contextmanager
     def measure(self) -> Iterator[None]:
         """Measure the read of the `with` block."""
-        began, before = time.perf_counter(), _read_usage()
+        measure = start_measuring()
         yield
-        passed, after = time.perf_counter() - began, _read_usage()
-        copied = after.cpu - before.cpu
-        # A thread that did not give up its core waited for nothing but a core.
-        is_long = after.waits > before.waits and passed - copied > max(_LONG_WAIT, _MUCH * copied)
-        self._waited.append(is_long)
-
-
-class _Usage(NamedTuple):
-    """The CPU seconds of this thread, and how often it gave up its core to wait."""
-
-    cpu: float
-    waits: int
-
-
-def _read_usage() -> _Usage:
-    if _THREAD is None:  # macOS does not count the waits of one thread: those of all are more
-        return _Usage(time.thread_time(), resource.getrusage(resource.RUSAGE_SELF).ru_nvcsw)
-    usage = resource.getrusage(_THREAD)
-    return _Usage(usage.ru_utime + usage.ru_stime, usage.ru_nvcsw)
+        waited, copied = measure()
+        self._waited.append(waited > max(_LONG_WAIT, _MUCH * copied))
 
 
 class Held:
@@ -115,29 +96,20 @@ NOTHING = Held()
 
 
 class _Segment(NamedTuple):
-    """A range of a file, and the memory for its bytes."""
-
     start: int
     stop: int
     data: memoryview
 
 
 class _Fetched(Held):
-    """The segments that several items need; the buffer is free when all items were used.
-
-    Args:
-        buffer: the memory for all segments.
-        ranges: in the order of the files.
-        items: the number of items.
-        free: called with the buffer.
-    """
+    """The segments that several items need; ``free`` gets the buffer when all items were used."""
 
     def __init__(
         self,
-        buffer: bytearray,
+        buffer: memoryview,
         ranges: Iterable[Range],
         items: int,
-        free: Callable[[bytearray], None],
+        free: Callable[[memoryview], None],
     ) -> None:
         self._buffer = buffer
         self._segments: dict[str, list[_Segment]] = {}
@@ -145,13 +117,13 @@ class _Fetched(Held):
         self._free = free
         self._lock = threading.Lock()
         self._is_filled = threading.Event()
-        left = memoryview(buffer)
+        left = buffer
         for file, start, nbytes in ranges:
             segment = _Segment(start, start + nbytes, left[:nbytes])
             self._segments.setdefault(file, []).append(segment)
             left = left[nbytes:]
         self._starts = {
-            file: [each.start for each in all_] for file, all_ in self._segments.items()
+            file: [segment.start for segment in all_] for file, all_ in self._segments.items()
         }
         self.requests = [
             (file, start, segment.data[start - segment.start :][:_REQUEST_BYTES])
@@ -224,7 +196,7 @@ class ReadAhead(Generic[T]):
         size = min(nbytes // _BUFFERS, _BUFFER_BYTES)
         self._size = size if size >= _LEAST_BYTES else 0
         self._is_slow = False  # once reads have waited, they are made ahead until the end
-        self._free: list[bytearray] = []
+        self._free: list[memoryview] = []
         self._unmade = _BUFFERS if self._size else 0
         self._changed = threading.Condition()
         self._requests: SimpleQueue[tuple[_Fetched, Request] | None] = SimpleQueue()
@@ -281,7 +253,6 @@ class ReadAhead(Generic[T]):
             yield group, listed
 
     def _read(self, ranges: Sequence[Range], items: int) -> Held:
-        """Begin to read ranges for some items, unless the workers read them faster."""
         if not ranges or not self._size:
             return NOTHING
         self._measure(ranges)
@@ -313,7 +284,6 @@ class ReadAhead(Generic[T]):
                 self._readers += 1
 
     def _measure(self, ranges: Sequence[Range]) -> None:
-        """Decide whether reads wait."""
         if self._is_slow:
             return
         if any(is_remote(file) for file in {file for file, _, _ in ranges}):
@@ -332,8 +302,7 @@ class ReadAhead(Generic[T]):
     def _has_buffer(self) -> bool:
         return bool(self._free or self._unmade)
 
-    def _take_buffer(self) -> bytearray:
-        """Return a buffer, as soon as the items of an earlier group were used."""
+    def _take_buffer(self) -> memoryview:
         with self._changed:
             while not self._has_buffer():
                 signals.check()
@@ -341,9 +310,12 @@ class ReadAhead(Generic[T]):
             if self._free:
                 return self._free.pop()
             self._unmade -= 1
-        return bytearray(self._size)
+        try:  # pages that are not used take no memory and no time, unlike those of a bytearray
+            return memoryview(mmap.mmap(-1, self._size, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS))
+        except OSError as error:
+            raise MemoryError(f"no memory to read ahead: {error.strerror}") from error
 
-    def _give_back(self, buffer: bytearray) -> None:
+    def _give_back(self, buffer: memoryview) -> None:
         with self._changed:
             self._free.append(buffer)
             self._changed.notify()
@@ -369,7 +341,6 @@ def _sum(ranges: Iterable[Range]) -> int:
 
 
 def _are_small(ranges: Sequence[Range], joined: Sequence[Range]) -> bool:
-    """Return whether ranges are fetched faster together, although reads do not wait."""
     nbytes = _sum(ranges)
     return (
         nbytes <= len(ranges) * _SMALL

@@ -131,7 +131,6 @@ def _has_special(target: Array) -> bool:
 
 
 def _count_nonzeros(target: Array) -> int:
-    """Return the number of floats that are neither 0 nor -0."""
     bits = target.view(_BITS[target.itemsize])
     return int(np.count_nonzero(bits << 1))  # the shift drops the sign bit
 
@@ -175,7 +174,6 @@ def _to_bfloat16(values: Array, target: Array) -> bool:
 def _fix_special_values(
     numbers: Array, target: Array, target_dtype: DType, clamp: bool
 ) -> tuple[int, int]:
-    """Write NaN bits, clamp infinities if `clamp` is set, count new infinities and new zeros."""
     if target_dtype == BFLOAT16:
         target[np.isnan(numbers)] = _NAN_BFLOAT16
         infinite = (target & 0x7FFF) == 0x7F80

@@ -8,7 +8,7 @@ depend on the number of workers. Checksums stored in the source files are compar
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -123,7 +123,8 @@ class OutputBuilder:
     ) -> None:
         self._pool = pool
         self._files = files
-        self._checksums = _FilesWithChecksums(sources, target)
+        self._summed_sources = {path for path, file in sources.items() if file.has_checksums}
+        self._summed = {file.name for file in target.files if any(True for _ in file.checksums)}
         self._options = options
         self._writer = FileWriter(files, verify=options.verify)
 
@@ -159,11 +160,11 @@ class OutputBuilder:
                 self._pool,
                 clamp=options.clamp,
                 read_bytes=options.read_bytes,
-                needs_checksum=self._checksums.has_source,
+                needs_checksum=self._summed_sources.__contains__,
                 pace=ahead.pace,
             )
             writer = FileWriter(self._files, verify=options.verify)
-            workers.append(_Worker(filler, writer, self._checksums, options.read_bytes, keep_copy))
+            workers.append(_Worker(filler, writer, self._summed, options.read_bytes, keep_copy))
             return workers[-1]
 
         def done(item: tuple[Batch, Held]) -> None:
@@ -219,29 +220,14 @@ def _cut_to_records(
             record = next(more, None)
 
 
-class _FilesWithChecksums:
-    """The source and output files that store checksums of their records."""
-
-    def __init__(self, sources: Mapping[str, SourceFile], target: Skeleton) -> None:
-        self._sources = {path for path, file in sources.items() if file.has_checksums}
-        self._targets = {file.name for file in target.files if any(True for _ in file.checksums)}
-
-    def has_source(self, path: str) -> bool:
-        return path in self._sources
-
-    def has_target(self, name: str) -> bool:
-        """Return whether an output file stores checksums of its records."""
-        return name in self._targets
-
-
 class _Worker:
-    """One thread's worker, which fills windows and writes them."""
+    """One thread's worker; ``summed`` are the output files that store checksums."""
 
     def __init__(
         self,
         filler: Filler,
         writer: FileWriter,
-        checksums: _FilesWithChecksums,
+        summed: Container[str],
         read_bytes: int,
         keep: Keep,
     ) -> None:
@@ -251,7 +237,7 @@ class _Worker:
         self._keep = keep
         self._crc: int | None = None  # of the window at hand, if its file stores checksums
         self._writer = writer
-        self._checksums = checksums
+        self._summed = summed
         # The block must hold one element, or `_stream` would never end.
         self._block = memoryview(bytearray(max(min(BLOCK_BYTES, read_bytes), WIDEST)))
         self._largest_block = min(_LARGEST_BLOCK, read_bytes)
@@ -281,7 +267,7 @@ class _Worker:
         filled = sum(copy.numel * copy.target_dtype.itemsize for copy in window.copies)
         if filled != window.nbytes:  # the check of the coverage makes this impossible
             raise AssertionError(f"only {filled} of {window.nbytes} bytes of a window are filled")
-        self._crc = 0 if self._checksums.has_target(window.file) else None
+        self._crc = 0 if window.file in self._summed else None
         if all(copy.is_run for copy in window.copies):
             self._stream(window)
         else:
@@ -290,7 +276,6 @@ class _Worker:
         self.seen.nbytes += window.nbytes
 
     def _stream(self, window: Window) -> None:
-        """Copy consecutive runs through one block and write each full block."""
         tiles = [_count_tile(copy) for copy in window.copies]
         self._enlarge_block(window, tiles)
         block, used, offset = self._block, 0, window.byte_offset
@@ -326,7 +311,6 @@ class _Worker:
             self._block = memoryview(bytearray(largest))
 
     def _interleave(self, window: Window) -> None:
-        """Assemble copies with interleaved bytes in memory, then write the whole window."""
         if len(self._window) < window.nbytes:
             self._window = bytearray(window.nbytes)
         # The buffer need not be cleared: `_fill` has checked that the copies fill every byte.
@@ -373,7 +357,6 @@ def check_records(
 
 
 def _count_tile(copy: Copy) -> int:
-    """Return the number of elements that are computed together; 1 if a file stores them."""
     if not isinstance(copy.file, Derived):
         return 1
     return max(copy.file.computation.tile_nbytes // copy.dtype.itemsize, 1)
@@ -385,11 +368,7 @@ def _fit_tiles(first: int, room: int, tile: int, *, is_empty: bool) -> int:
     >>> [_fit_tiles(8, room, 5, is_empty=False) for room in (1, 2, 6, 7, 12)]
     [0, 2, 2, 7, 12]
 
-    Args:
-        first: the first element of the computed ones.
-        room: the elements for which the block has room.
-        tile: the elements of a tile.
-        is_empty: whether the block is empty; then, part of a tile is better than nothing.
+    The block has ``room``; in an empty one, part of a tile is better than nothing.
     """
     ahead = -first % tile
     count = room - (room - ahead) % tile if room >= ahead else 0

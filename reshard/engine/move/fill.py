@@ -35,6 +35,7 @@ def fill(
     buffer: memoryview,
     *,
     read_bytes: int = READ_BYTES,
+    clamp: bool = False,
     reads: Spans | None = None,
     held: Held = NOTHING,
 ) -> Counter[str]:
@@ -45,13 +46,16 @@ def fill(
         copies: their target offsets count from the start of the buffer.
         buffer: bytes, in the copies' target dtypes.
         read_bytes: upper limit of one read that needs a cast or has gaps, in bytes.
+        clamp: give the largest finite value in place of an infinite one that a cast would make.
         reads: receives every range that is read from a file, with its checksum.
         held: what was read ahead for these copies.
 
     Returns:
         For each fqn, the number of finite values that a cast made infinite.
     """
-    filler = Filler(pool, read_bytes=read_bytes, needs_checksum=lambda _file: reads is not None)
+    filler = Filler(
+        pool, read_bytes=read_bytes, clamp=clamp, needs_checksum=lambda _file: reads is not None
+    )
     filler.held = held
     if reads is not None:
         filler.reads = reads
@@ -80,9 +84,8 @@ def group_into_batches(
 class _InnerFiles(SourceFiles):
     """The files that a computation reads; their stored checksums are compared like those of others.
 
-    Args:
-        filler: reads the bytes. It owns this object, which refers to it weakly: otherwise, its
-            buffers would wait for the garbage collector.
+    The filler owns this object, which refers to it weakly: otherwise, its buffers would wait for
+    the garbage collector.
     """
 
     def __init__(self, filler: Filler) -> None:
@@ -173,7 +176,6 @@ class Filler:
         self._cast(copy, shape, raw, (copy.dtype.itemsize,), into, 0, (copy.target_dtype.itemsize,))
 
     def _fill_rounded(self, copy: Copy, offset: int, into: memoryview) -> bool:
-        """Fill ``into`` from a computation that can round its values; return whether it did."""
         if copy.target_dtype != BFLOAT16 or copy.factor != 1.0:
             return False
         rounding = copy.file.rounding if isinstance(copy.file, Derived) else None
@@ -186,7 +188,6 @@ class Filler:
         return True
 
     def _read_cast(self, copy: Copy, offset: int, into: memoryview) -> bool:
-        """Fill ``into`` from a local file, cast as it is read; return whether that was possible."""
         if copy.factor != 1.0 or not compiled.can_cast(copy.dtype, copy.target_dtype):
             return False
         file = self._pool.find_local(copy.file)
@@ -380,20 +381,13 @@ def list_ranges(copies: Iterable[Copy], read_bytes: int = READ_BYTES) -> list[Ra
     return ranges
 
 
-def _span(shape: Index, strides: Index) -> int:
-    return sum((extent - 1) * stride for extent, stride in zip(shape, strides, strict=True))
-
-
 def _compute_reach(copy: Copy) -> int:
-    """Return the number of bytes from the first to the last one that a copy reads."""
-    return _span(copy.shape, copy.byte_strides) + copy.dtype.itemsize
+    steps = zip(copy.shape, copy.byte_strides, strict=True)
+    return sum((extent - 1) * stride for extent, stride in steps) + copy.dtype.itemsize
 
 
 def _find_shared_ranges(copies: Iterable[Copy], limit: int) -> list[tuple[str, int, int]]:
-    """Return ranges (file, start, stop) that several strided copies share, up to `limit` bytes.
-
-    If the rows of a tensor are far apart, a range is longer than the bytes that are used.
-    """
+    """If the rows of a tensor are far apart, a range is longer than the bytes that are used."""
     spans = sorted(
         (copy.file, copy.byte_offset, copy.byte_offset + _compute_reach(copy))
         for copy in copies
@@ -423,10 +417,7 @@ def _find_shared_ranges(copies: Iterable[Copy], limit: int) -> list[tuple[str, i
 
 
 def _split_copy(copy: Copy, limit: int) -> Iterator[Copy]:
-    """Split a copy into parts, each of which is one read of at most ``limit`` bytes.
-
-    A part may contain gaps. Reading them is cheaper than another call unless they dominate.
-    """
+    # A part may contain gaps. Reading them is cheaper than another call unless they dominate.
     span = _compute_reach(copy)
     dense = span <= max(_SPARSE * copy.numel * copy.dtype.itemsize, _count_runs(copy) * _SMALL_RUN)
     if (span <= limit and dense) or copy.numel == 1:
@@ -446,7 +437,6 @@ def _split_copy(copy: Copy, limit: int) -> Iterator[Copy]:
 
 
 def _count_runs(copy: Copy) -> int:
-    """Return the number of contiguous runs that a copy reads from its file."""
     inner = copy.shape[-1] if copy.shape and copy.byte_strides[-1] == copy.dtype.itemsize else 1
     return copy.numel // inner
 

@@ -55,8 +55,11 @@ def describe(
 
 def select_portable(job: Job) -> Job:
     """Return the part of a job that is the same on all machines that share its files."""
-    sources = {path: FileVersion.from_json(each) for path, each in job["sources"].items()}
-    return {**job, "sources": {path: each.portable.to_json() for path, each in sources.items()}}
+    sources = {path: FileVersion.from_json(version) for path, version in job["sources"].items()}
+    return {
+        **job,
+        "sources": {path: version.portable.to_json() for path, version in sources.items()},
+    }
 
 
 def _describe_option(value: object) -> str:
@@ -103,11 +106,11 @@ def format_line(document: object) -> bytes:
 
 def iterate_valid_lines(lines: Iterable[bytes]) -> Iterator[bytes]:
     """Yield the lines before the first one that is cut off or damaged."""
-    for each in lines:
-        text = each[_CRC + 1 : -1]
-        if each != b"%08x %b\n" % (crc32(text), text):
+    for line in lines:
+        text = line[_CRC + 1 : -1]
+        if line != b"%08x %b\n" % (crc32(text), text):
             return
-        yield each
+        yield line
 
 
 def parse_line(line: bytes) -> Any:
@@ -116,7 +119,6 @@ def parse_line(line: bytes) -> Any:
 
 
 def _describe_difference(before: Job, now: Job) -> str:
-    """Return the first difference between two jobs as text for a message; empty for equal jobs."""
     if before["reshard"] != now["reshard"]:
         return f"it used reshard {before['reshard']}, this is {now['reshard']}"
     for path in {**before["sources"], **now["sources"]}:

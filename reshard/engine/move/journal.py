@@ -127,7 +127,6 @@ class Journal(Unfinished[LocalPartial]):
         return outcome
 
     def _keep(self, seen: Outcome) -> Outcome:
-        """Hand over the outcome to the thread once it is large enough; see `outcome.Keep`."""
         if self._error is not None:
             # The workers stop as soon as progress can no longer be recorded.
             raise self._error
@@ -137,7 +136,6 @@ class Journal(Unfinished[LocalPartial]):
         return Outcome()
 
     def _work(self) -> None:
-        """Record the outcomes that `_keep` hands over, until None arrives."""
         try:
             while (seen := self._batches.get()) is not None and not self._stopped:
                 self._append(seen)
@@ -156,7 +154,7 @@ class Journal(Unfinished[LocalPartial]):
             with _durable(self._path) as descriptor:
                 if self._end is None:
                     # A resumed run appends to the valid lines of the last one.
-                    self._end = sum(len(each) for each in _read_valid_lines(self._path))
+                    self._end = sum(len(line) for line in _read_valid_lines(self._path))
                     os.ftruncate(descriptor, self._end)  # drop a line that was cut off
                 if not self._end:
                     text = jobs.format_line(self._job) + text
@@ -187,7 +185,6 @@ class Journal(Unfinished[LocalPartial]):
         sync([partial.path])
 
     def _find_complete_files(self) -> set[str]:
-        """Return the output files that exist at their full size; remove all others."""
         complete: set[str] = set()
         for file in self._plan.target.files:
             path = self._partial.output / file.name
@@ -203,7 +200,6 @@ class Journal(Unfinished[LocalPartial]):
         return complete
 
     def _find_intact(self, windows: Iterable[FileSpan]) -> Spans:
-        """Return the windows whose bytes match their checksum, and those without a checksum."""
         intact: list[FileSpan] = []
         with OpenFiles(os.O_RDONLY) as pool:
 

@@ -205,10 +205,8 @@ class OnDemandFiles:
             return self._literals[file.name]
 
     def _fill_tensors(self, name: str, start: int, target: memoryview) -> Counter[str]:
-        """Fill what belongs to tensors in ``target``, which begins at byte ``start``.
-
-        The parts are filled in the order of the file: a computation keeps what the next part needs.
-        """
+        # The parts are filled in the order of the file: a computation keeps what the next part
+        # needs.
         parts, stop = self._parts_of(name), start + len(target)
         overflowed: Counter[str] = Counter()
 
@@ -271,11 +269,7 @@ class OnDemandFiles:
     def _fill(
         self, name: str, parts: list[WindowPart], start: int, target: memoryview
     ) -> Counter[str]:
-        """Fill the parts that are whole inside ``target``, which begins at byte ``start``.
-
-        Returns:
-            For each fqn, the number of finite values that a cast made infinite.
-        """
+        """``target`` begins at byte ``start``; return the finite values made infinite, by fqn."""
         workers = self._workers if len(target) >= _PARALLEL_BYTES else 1
         acts: list[_FillPart] = []
         overflowed: Counter[str] = Counter()
@@ -287,11 +281,11 @@ class OnDemandFiles:
                 return acts[-1]
 
             parallel_for(parts, fill_parts, min(workers, max(len(parts), 1)))
-            self._pool.check_read(file for each in acts for file in each.filler.take_files())
+            self._pool.check_read(file for act in acts for file in act.filler.take_files())
             with self._lock:
-                for each in acts:
-                    self._reads.update(each.filler.take_reads())
-                    for byte_offset, counts in each.overflows.items():
+                for act in acts:
+                    self._reads.update(act.filler.take_reads())
+                    for byte_offset, counts in act.overflows.items():
                         self._overflows[name, byte_offset] = counts
                         overflowed += counts
         self._log_overflows(overflowed)
@@ -303,7 +297,6 @@ class OnDemandFiles:
         )
 
     def _log_overflows(self, overflowed: Counter[str]) -> None:
-        """Log a warning for each tensor with overflows, unless they are an error."""
         if self._on_overflow == "error":
             return
         with self._lock:
@@ -328,7 +321,6 @@ class OnDemandFiles:
         return data
 
     def _compute_checksum(self, name: str, stored: StoredChecksum) -> bytes:
-        """Return the CRC-32 of a record, as the file stores it; its bytes are read for it once."""
         key = name, stored.byte_offset
         if key not in self._crcs:
             # No record contains its own checksum, so this reading does
@@ -339,8 +331,6 @@ class OnDemandFiles:
 
 
 class _RawFile(RangeStream):
-    """One file for reading, with a position; made by `OnDemandFiles.open`."""
-
     def __init__(self, files: OnDemandFiles, name: str, nbytes: int, *, checks: bool) -> None:
         super().__init__(nbytes)
         self._checks = checks
@@ -371,8 +361,6 @@ class _RawFile(RangeStream):
 
 
 class _Parts:
-    """The parts of one file in order, and the last one that was read in pieces."""
-
     def __init__(self, parts: list[WindowPart]) -> None:
         self.last: tuple[WindowPart | None, bytes] = None, b""
         self._parts = parts
@@ -394,15 +382,11 @@ class _Parts:
 
 
 class _Fillers:
-    """Fillers that wait for the next read, with what computations keep in them between two reads.
+    """Fillers that wait for the next read, with what computations keep in them.
 
     In most programs, a read continues where the last read of the same file ended. If it gets the
     same filler, nothing is computed twice: each of GPT-OSS's experts fills eight parts, and all its
     codes are needed for every part.
-
-    Args:
-        make: makes a filler.
-        most: fillers that are kept while no read uses them.
     """
 
     def __init__(self, make: Callable[[], Filler], most: int) -> None:
@@ -421,7 +405,6 @@ class _Fillers:
             del self._waiting[: -self._most]
 
     def _take(self, name: str) -> Filler:
-        """Return the newest filler that filled this file, or a new one."""
         with self._lock:
             for number in reversed(range(len(self._waiting))):
                 if self._waiting[number][0] == name:

@@ -115,7 +115,6 @@ class Receipts(Unfinished[RemotePartial]):
         return outcome
 
     def _build_files(self, builder: OutputBuilder, uploads: Uploads, before: Outcome) -> Outcome:
-        """Fill and upload this rank's files; return the outcome without the windows."""
         target, seen = self._plan.target, Outcome()
         stored = set(before.windows.files)
         missing = {file.name: file for file in target.files if file.name not in stored}
@@ -160,13 +159,11 @@ class Receipts(Unfinished[RemotePartial]):
         self._partial.resumable_bytes += file.nbytes
 
     def _read_all(self) -> list[_Receipt]:
-        """Return the receipts that earlier runs left for this job."""
         names = objects.list_sizes(self._folder)
         receipts = threads.parallel_map(names, self._read, _REQUESTS_AT_ONCE)
         return [receipt for receipt in receipts if receipt is not None]
 
     def _read(self, name: str) -> _Receipt | None:
-        """Read a receipt; return None if it is incomplete."""
         for line in jobs.iterate_valid_lines([(self._folder / name).read_bytes()]):
             document = jobs.parse_line(line)
             seen = Outcome.from_json(document["seen"])
@@ -185,7 +182,6 @@ class Receipts(Unfinished[RemotePartial]):
 def _iterate_files(
     plan: Plan, files: Mapping[str, OutputFile]
 ) -> Iterator[tuple[OutputFile, Iterator[Batch]]]:
-    """Yield every file with its batches; files that consist of literals have none."""
     bare = dict(files)
     for name, group in groupby(plan.batches(), key=lambda batch: batch[0].file):
         if name in files:

@@ -48,15 +48,7 @@ def check_record(pool: RangeReader, file: str, record: Record, reads: Spans) -> 
 def _list_parts(
     pool: RangeReader, file: str, start: int, nbytes: int, spans: Iterable[Span]
 ) -> Iterator[tuple[int, int]]:
-    """Yield (crc, nbytes) of consecutive parts that cover a range exactly.
-
-    Args:
-        pool: the open files, to read bytes that no usable span covers.
-        file: the file.
-        start: the start of the range.
-        nbytes: the length of the range.
-        spans: spans inside the range, sorted by offset; overlapping ones are skipped.
-    """
+    """Yield (crc, nbytes) of parts that cover a range; its spans are sorted by offset."""
     at = start
     for offset, size, crc in spans:
         if offset < at or crc is None:

@@ -96,8 +96,6 @@ class _SortedSpans(NamedTuple):
 
 
 class _FileSpans:
-    """The ranges of one file."""
-
     def __init__(self) -> None:
         self.spans: dict[int, tuple[int, int | None]] = {}  # byte offset -> nbytes, crc
         self._ending: dict[int, int] = {}  # end -> byte offset

@@ -13,7 +13,7 @@ from reshard.engine.move.outcome import Outcome
 from reshard.engine.output.commit import PartialOutput
 from reshard.engine.planning.planner import Plan
 
-P = TypeVar("P", bound=PartialOutput)
+P = TypeVar("P", bound="PartialOutput")
 
 
 class Unfinished(ABC, Generic[P]):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol, cast
+from typing import TYPE_CHECKING, TypeAlias, cast
 
 from reshard import units
 from reshard.engine.output.local import LocalPartial, build_disk_error
@@ -15,67 +15,13 @@ from reshard.system.paths import is_remote
 from reshard.system.ranks.team import ALONE, Team
 
 if TYPE_CHECKING:
+    from reshard.engine.output.remote import RemotePartial
     from reshard.system.remote.path import RemotePath
 
+PartialOutput: TypeAlias = "LocalPartial | RemotePartial"
+"""The hidden directory in which an output grows, on a disk or in an object store."""
 
 _WRITTEN = "{} was already written completely"
-
-
-class PartialOutput(Protocol):
-    """The hidden directory in which an output grows, on a disk or in an object store."""
-
-    resumable_bytes: int  # bytes of the output from which a later run could continue
-    keeps_without_resume: bool  # whether unfinished output is kept also without --resume
-    published: bool  # whether the output has its final name
-    only_copy: bool  # whether the old output is gone while the new one has no name yet
-    leftover: str  # what a commit could not remove, and why; empty: nothing is left
-
-    @property
-    def destination(self) -> Path:
-        """The final path of the output."""
-
-    @property
-    def path(self) -> Path:
-        """The hidden directory."""
-
-    @property
-    def output(self) -> Path:
-        """The directory of the output's files inside it."""
-
-    @property
-    def recorded_bytes(self) -> int:
-        """Number of bytes that a run has recorded as durable."""
-
-    @property
-    def used_bytes(self) -> int:
-        """Number of bytes that the output uses at present."""
-
-    def claim(self) -> None:
-        """Claim the directory for this process; refused if another process writes there."""
-
-    def join(self, rank: int) -> None:
-        """Join the directory that the first rank has claimed."""
-
-    def release(self) -> None:
-        """Release the claim, so that another process can take it."""
-
-    def clear(self) -> None:
-        """Remove the content and start with an empty output."""
-
-    def check_destination_free(self) -> None:
-        """Check that nothing was created at the destination in the meantime."""
-
-    def make_durable(self) -> None:
-        """Make the output durable."""
-
-    def publish(self, *, is_directory: bool, overwrite: bool) -> None:
-        """Give the output its name."""
-
-    def discard_share(self, *, resume: bool) -> None:
-        """Discard the files of this rank after a failure; not called on the first rank."""
-
-    def remove(self) -> None:
-        """Remove the directory, if this process has claimed it."""
 
 
 @contextlib.contextmanager
@@ -183,7 +129,6 @@ def _open_partial(destination: Path) -> PartialOutput:
 
 @contextlib.contextmanager
 def _join_output(partial: PartialOutput, team: Team, *, resume: bool) -> Iterator[None]:
-    """Take part in the commit as a rank other than the first."""
     try:
         # The barriers here pair with those of the first rank, in `claim_output`.
         team.barrier()  # claimed
@@ -227,7 +172,6 @@ def _is_kept(partial: PartialOutput, error: BaseException, team: Team, *, resume
 
 
 def _remove(partial: PartialOutput) -> None:
-    """Remove the partial output as far as possible, and note in it what remains."""
     with signals.deferred():
         try:
             partial.remove()
@@ -243,10 +187,7 @@ def _release(partial: PartialOutput) -> None:
 
 
 def _has_external_cause(error: BaseException, *, resume: bool) -> bool:
-    """Return `errors.has_external_cause`; for a full disk, whether the user passed --resume.
-
-    Without --resume, output that fills a disk must not stay: it is in the way of other programs.
-    """
+    # Without --resume, output that fills a disk must not stay: it is in the way of others.
     full = getattr(error, "exit_code", None) == ResourceError.exit_code
     return resume if full else has_external_cause(error)
 
@@ -254,12 +195,7 @@ def _has_external_cause(error: BaseException, *, resume: bool) -> bool:
 def _append_remedy(
     error: BaseException, what: str, *, instead: bool = False, always: bool = False
 ) -> None:
-    """Add to the error's message what happened to the output.
-
-    Args:
-        instead: replace the remedy.
-        always: add it also to errors that another run would not change.
-    """
+    # `instead` replaces the remedy; `always` adds also where another run would change nothing.
     if isinstance(error, KeyboardInterrupt):
         # `signals.add_message` may have added the same text.
         error.args = (*error.args, *({what} - {*error.args}))

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, cast
 
 from reshard.errors import ExistsError, ReshardError, ResourceError, UsageError
 from reshard.system.paths import explain_tilde, is_remote
-from reshard.units import some
+from reshard.units import abridge
 
 if TYPE_CHECKING:
     from reshard.system.remote.path import RemotePath
@@ -151,7 +151,7 @@ def _check_directory(destination: Path, *, overwrite: bool) -> None:
     if children and not overwrite:
         raise ExistsError(
             destination,
-            f"exists and is not empty ({some([child.name for child in children], 1)})",
+            f"exists and is not empty ({abridge([child.name for child in children], 1)})",
             "choose another name" if foreign else "remove it, or pass --overwrite",
         )
     if foreign:
@@ -163,7 +163,6 @@ def _check_directory(destination: Path, *, overwrite: bool) -> None:
 
 
 def _is_moving(destination: Path) -> bool:
-    """Return whether a run is copying, or died while copying, to this path of an object store."""
     from reshard.engine.output import remote
     from reshard.system.remote import objects
 

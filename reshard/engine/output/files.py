@@ -147,7 +147,6 @@ def check_read_back(
 
 
 def _build_difference(path: str, byte_offset: int, nbytes: int, suspect: str) -> DifferentError:
-    """Return the error to raise for bytes that differ when they are read back."""
     return DifferentError(
         path,
         f"bytes {byte_offset} to {byte_offset + nbytes} differ from what was written when they are"

@@ -73,7 +73,6 @@ class Lease:
             )
 
     def _beat(self) -> bool:
-        """Write a heartbeat; after a failure, wait for the next one."""
         with contextlib.suppress(ReshardError):
             if self._path.store.info(str(self._path)) is None:
                 return False  # it was taken over: see `check`

@@ -274,7 +274,6 @@ class LocalPartial:
         return sorted(self.path.glob("lock-*"))
 
     def _check_ranks(self) -> None:
-        """Check that no other rank of an earlier run is still writing."""
         for path in self._rank_locks:
             lock = self._open_lock(path.name)
             try:
@@ -331,10 +330,7 @@ def _exchange(a: Path, b: Path) -> bool:
 
 
 def _keeps_modes(parent: Path) -> bool:
-    """Return whether a new directory has the mode that it is created with.
-
-    FAT, and network mounts that map all users to one, give every directory the same mode.
-    """
+    """FAT, and network mounts that map all users to one, give every directory the same mode."""
     probe = parent / f".{os.urandom(8).hex()}"
     try:
         probe.mkdir(mode=0o700)
@@ -347,7 +343,6 @@ def _keeps_modes(parent: Path) -> bool:
 
 
 def _find_status(path: Path) -> os.stat_result | None:
-    """Return the status of a path, or None if another process has removed it."""
     try:
         return path.lstat()
     except FileNotFoundError:
@@ -355,7 +350,6 @@ def _find_status(path: Path) -> os.stat_result | None:
 
 
 def _write_holder(lock: int, path: Path) -> None:
-    """Write this process's pid and host into a lock file."""
     try:
         os.ftruncate(lock, 0)
         os.pwrite(lock, holder.encode_self(), 0)
@@ -364,5 +358,4 @@ def _write_holder(lock: int, path: Path) -> None:
 
 
 def _read_holder(lock: int) -> holder.Holder | None:
-    """Return the holder of a lock from its file, or None while the file is being written."""
     return holder.decode(os.pread(lock, 4096, 0))

@@ -109,13 +109,11 @@ def _remove(destination: RemotePath, names: Sequence[str]) -> None:
 
 
 def _is_marker(name: str) -> bool:
-    """Return whether programs recognize a checkpoint by this file."""
     last = name.rsplit("/", 1)[-1]
     return last.startswith("latest") or last.endswith((".index.json", ".metadata"))
 
 
 def _depth(name: str) -> tuple[int, str]:
-    """Return a sort key that puts the outermost files first."""
     return name.count("/"), name
 
 
@@ -141,7 +139,6 @@ def _wait_for_copy(target: RemotePath) -> None:
 
 
 def _read_azure_status(target: RemotePath) -> str | None:
-    """Return the state of the last copy to a blob, or None if nothing was copied to it."""
     from fsspec.asyn import sync
 
     files = target.store.files
@@ -157,7 +154,6 @@ def _read_azure_status(target: RemotePath) -> str | None:
 
 
 def _check_sizes(expected: Mapping[RemotePath, int]) -> None:
-    """Check that copied files exist with their full sizes (in bytes)."""
     for path in expected:
         path.store.forget()
     for path, nbytes in expected.items():

@@ -163,7 +163,6 @@ def check_uploaded(file_path: Path, remote_path: RemotePath, stop: threading.Eve
 
 
 def _build_stop_callback(stop: threading.Event, url: str) -> Any:
-    """Return the callback that fsspec calls after every part; it raises once `stop` is set."""
     from fsspec.callbacks import Callback
 
     return Callback(hooks={"stop": lambda *_, **__: _check_not_stopped(stop, url)})

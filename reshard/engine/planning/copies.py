@@ -130,7 +130,6 @@ class CopyPlanner:
 
 
 def _list_computed(source: Entry) -> list[Derived]:
-    """Return the names of the tensor's computed bytes."""
     if source.layout.is_partition:  # every rank stores its part
         return []
     return [chunk.file for chunk in source.chunks if isinstance(chunk.file, Derived)]
@@ -149,17 +148,7 @@ def dot(a: Index, b: Index) -> int:
 def _copy_overlap(
     fqn: str, common: Box, chunk: Chunk, box: Box, dtype: DType, target: Index, at: int
 ) -> Copy:
-    """Return the copy of `common`, the overlap of `chunk` and `box`.
-
-    Args:
-        fqn: the name of the tensor.
-        common: the overlap, in coordinates of the tensor.
-        chunk: the stored chunk to copy from.
-        box: the box of the tensor that the output block holds.
-        dtype: the dtype of the output block.
-        target: the byte strides of the output block.
-        at: the byte offset of the output block in its window.
-    """
+    # The output block holds ``box`` at byte ``at``, with the byte strides ``target``.
     shape, strides, target_strides = _collapse_dims(common.shape, chunk.byte_strides, target)
     return Copy(
         fqn,
@@ -176,7 +165,6 @@ def _copy_overlap(
 
 
 def _collapse_dims(shape: Index, source: Index, target: Index) -> tuple[Index, Index, Index]:
-    """Drop dimensions of size 1 and merge dimensions that are contiguous on both sides."""
     dims: list[tuple[int, int, int]] = []
     for extent, a, b in zip(shape, source, target, strict=True):
         # A dim of size 1 is never stepped along, so its stride must not keep its neighbours apart.
@@ -190,11 +178,7 @@ def _collapse_dims(shape: Index, source: Index, target: Index) -> tuple[Index, I
 
 
 def _merge_adjacent(copies: Iterable[Copy]) -> Iterator[Copy]:
-    """Merge runs that are adjacent in the source file and in the window.
-
-    Args:
-        copies: sorted by target offset.
-    """
+    # ``copies`` are sorted by target offset.
     last: Copy | None = None
     for copy in copies:
         if last is not None and _continues(last, copy):

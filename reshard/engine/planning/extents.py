@@ -67,17 +67,13 @@ class Placement(NamedTuple):
 
 
 class _FileTable:
-    """The tensors that share one table of files, all of them regular.
-
-    Args:
-        regular: how their parts follow from the positions.
-    """
+    """The tensors that share one table of files, all of them regular."""
 
     def __init__(self, regular: Sequence[Regular]) -> None:
         self.byte_offsets = regular[0].byte_offsets
         # A tensor's parts change at two positions: the first that is not full, the first empty one.
-        self.changes = sorted({at for each in regular for at in (each.full, each.filled)})
-        runs = sorted((each.skipped, each.skipped + each.nbytes) for each in regular)
+        self.changes = sorted({at for tensor in regular for at in (tensor.full, tensor.filled)})
+        runs = sorted((tensor.skipped, tensor.skipped + tensor.nbytes) for tensor in regular)
         self.is_disjoint = all(a[1] <= b[0] for a, b in pairwise(runs))
         self.first, self.stop = runs[0][0], max(stop for _, stop in runs)
 
@@ -137,7 +133,7 @@ class FileIndex:
     def _table(self, number: int) -> _FileTable | None:
         if number not in self._tables:
             regular = [chunks.regular for _, chunks in self._entries[number]]
-            known = [each for each in regular if each is not None]
+            known = [tensor for tensor in regular if tensor is not None]
             self._tables[number] = _FileTable(known) if len(known) == len(regular) else None
         return self._tables[number]
 

@@ -101,11 +101,8 @@ class Plan:
         return min(max(self._limit, WIDEST), largest)
 
     def _iterate_windows(self) -> Iterator[Window]:
-        """Yield the windows of each output file that are not interleaved.
-
-        Most files of an equally cut layout differ only by a shift, so what is known of the windows
-        of one file gives those of the others.
-        """
+        # Most files of an equally cut layout differ only by a shift, so what is known of the
+        # windows of one file gives those of the others.
         index, planners = FileIndex(self.target), _Planners(self._sources, self.target)
         known: dict[Hashable, tuple[Placement, list[_Group]]] = {}
         for file in index.files():
@@ -133,11 +130,8 @@ class Plan:
             index.drop(file)
 
     def _group(self, extents: Iterable[Extent], planners: _Planners) -> Iterator[_Group]:
-        """Group the extents of one file into windows: in order, but some follow others.
-
-        Threads share the windows. While one takes bytes that follow others, these can still be
-        computed by another thread, unless there are further windows in between.
-        """
+        # Threads share the windows. While one takes bytes that follow others, these can still be
+        # computed by another thread, unless there are further windows in between.
         listed: list[Extent] = []
         following: list[Extent] = []
         for extent in extents:
@@ -160,11 +154,8 @@ class Plan:
         return _cut_extent(extent, planner, max(self._limit // widest, 1), step)
 
     def _plan_bands(self, entry: Entry, planner: CopyPlanner) -> Iterator[tuple[Window, ...]]:
-        """Yield an interleaved tensor in bands, each with one window for every target chunk.
-
-        A band is a contiguous run of the tensor that fits into a window. Its bytes are read once
-        and then distributed to all chunks.
-        """
+        # A band is a contiguous run of the tensor that fits into a window. Its bytes are read once
+        # and then distributed to all chunks.
         widest = max(planner.widest, *(chunk.dtype.itemsize for chunk in entry.chunks))
         for band in contiguous_cuts(entry.shape, max(self._limit // widest, 1)):
             windows = []
@@ -203,11 +194,8 @@ def _check_contiguous(entry: Entry) -> None:
 
 
 def _is_interleaved(source: Entry, target: Entry, small: int) -> bool:
-    """Return whether the parts of several target ranks are interleaved in the source.
-
-    This is the case when tensor-parallel ranks split a matrix by columns. Planned file by file,
-    every rank would read the bytes of the whole matrix again.
-    """
+    # This is the case when tensor-parallel ranks split a matrix by columns. Planned file by file,
+    # every rank would read the bytes of the whole matrix again.
     if source.layout.is_partition or target.nbytes <= small:
         return False
     boxes = target.layout.cut_boxes
@@ -221,7 +209,6 @@ def _is_interleaved(source: Entry, target: Entry, small: int) -> bool:
 
 
 def _count_copied_bytes(source: Entry, target: Entry) -> int:
-    """Return how many source bytes are read to fill `target`, whose elements are copied once."""
     # With one size of elements, no copy has to be planned to know the bytes.
     sizes = {dtype.itemsize for dtype in source.layout.dtypes}
     if len(sizes) <= 1:
@@ -271,12 +258,7 @@ _Group = tuple[int, int, list[WindowPart]]
 
 
 class _PartCopies(Sequence[Copy]):
-    """The copies of a window, planned when they are first needed, which is in the worker's thread.
-
-    Args:
-        parts: the parts of the window.
-        ahead: see `WindowPart.plan_copies`.
-    """
+    """The copies of a window, planned in the worker's thread, which needs them first."""
 
     __slots__ = ("_ahead", "_copies", "_parts")
 
@@ -318,7 +300,6 @@ class _PartCopies(Sequence[Copy]):
 def _cut_extent(
     extent: Extent, planner: CopyPlanner, limit: int, step: int
 ) -> Iterator[WindowPart]:
-    """Yield parts of at most `limit` elements: runs where possible, otherwise boxes."""
     at, dtype, box = extent.byte_offset, extent.dtype, extent.box
     size = dtype.itemsize
     # Windows of whole tiles: a tile that two windows share would be computed twice. A run passes
@@ -344,7 +325,6 @@ def _cut_extent(
 
 
 def _group_into_windows(parts: Iterable[WindowPart], window_bytes: int) -> Iterator[_Group]:
-    """Group adjacent small parts of a file into windows of at most `window_bytes`."""
     group: list[WindowPart] = []
     start = stop = 0
     for part in parts:
@@ -364,10 +344,7 @@ def _group_into_windows(parts: Iterable[WindowPart], window_bytes: int) -> Itera
 def _insert_behind(
     listed: Sequence[Extent], following: Iterable[Extent], planners: _Planners
 ) -> list[Extent]:
-    """Return extents with others inserted behind those that they follow and one more.
-
-    What follows bytes of another file is inserted at the end.
-    """
+    # What follows others is inserted behind these and one more, or at the end for another file.
     names = {
         str(name): place
         for place, extent in enumerate(listed)
@@ -385,12 +362,7 @@ def _insert_behind(
 
 
 class _Planners:
-    """The planners of a target's tensors; each indexes all chunks of its tensor.
-
-    Args:
-        sources: the source of each entry of the target.
-        target: the skeleton.
-    """
+    """The planners of a target's tensors; each indexes all chunks of its tensor."""
 
     def __init__(self, sources: Sequence[Entry], target: Skeleton) -> None:
         self._sources = sources

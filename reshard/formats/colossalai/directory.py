@@ -17,7 +17,8 @@ def detect(location: Location) -> bool:
     """Return whether such an optimizer is here or one folder below, or this is its index."""
     if location.chosen:
         return INDEX.fullmatch(location.chosen) is not None
-    return find_optimizer(location) is not None and find_weights(location) is not None
+    optimizer = find_optimizer(location)
+    return optimizer is location or (optimizer is not None and find_weights(location) is not None)
 
 
 def _list_candidates(location: Location) -> Iterator[Location]:
@@ -32,4 +33,5 @@ def find_optimizer(location: Location) -> Location | None:
 
 def find_weights(location: Location) -> Location | None:
     """Return the folder with the index of the weights: this one or one below."""
-    return next((p for p in _list_candidates(location) if find_index(p)), None)
+    indexed = ((p, find_index(p)) for p in _list_candidates(location))
+    return next((p for p, index in indexed if index and not INDEX.fullmatch(index)), None)

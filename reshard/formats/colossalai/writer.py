@@ -78,12 +78,7 @@ def _lay_out_companions(state: WritableState) -> Iterator[Skeleton]:
 def _lay_out_shards(
     name: str, content: Mapping[Any, Any], about: Mapping[str, str]
 ) -> Iterator[Skeleton]:
-    """Yield the shards of a state dict, and their index.
-
-    Args:
-        name: path of the files below the destination.
-        about: entries of the index beside the total size.
-    """
+    """Yield the shards of a state dict, and their index with ``about`` beside the total size."""
     weight_map: dict[str, str] = {}
     total = 0
     for number, (shard, nbytes) in enumerate(_split_into_shards(content.items()), 1):
@@ -119,7 +114,6 @@ def _group_aliases(items: Iterable[tuple[Any, Any]]) -> Iterable[dict[Any, Any]]
 
 
 def _count_bytes(value: Any) -> int:
-    """Return the bytes of a tensor, or of all tensors in a parameter's state."""
     if isinstance(value, Value):
         return value.numel * value.dtype.itemsize
     return sum(map(_count_bytes, value.values())) if isinstance(value, Mapping) else 0

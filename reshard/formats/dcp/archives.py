@@ -95,7 +95,6 @@ def _build_pattern(tail: bytes, free: dict[int, str], captured: str) -> re.Patte
 
 
 def _apply_template(template: _ArchiveTemplate, archive: Section) -> tuple[Chunk, Record] | None:
-    """Return the content of an archive by a template; None if its structure differs."""
     if archive.read(0, len(template.head)) != template.head:
         return None
     start, chunk, record = archive.start, template.chunk, template.record

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import json
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,7 @@ from reshard.containers import safetensors
 from reshard.core.box import Box, as_index
 from reshard.core.chunks import Chunk
 from reshard.core.location import Location, list_missing_ranks
-from reshard.core.manifest import SourceFile
+from reshard.core.manifest import Entry, SourceFile
 from reshard.errors import FETCH_MISSING, CorruptError, IncompleteError
 from reshard.formats.dcp.directory import HF_SHARD, is_hf_shard
 from reshard.state_dict.global_tensor import GlobalTensor
@@ -82,6 +82,12 @@ def _join_blocks(fqn: str, chunks: list[Chunk]) -> GlobalTensor:
     ends = [[o + n for o, n in zip(c.box.origin, c.box.shape, strict=True)] for c in chunks]
     shape = tuple(max(extent) for extent in zip(*ends, strict=True))
     return GlobalTensor(chunks[0].dtype, shape, tuple(chunks))
+
+
+def describe_whole(entries: Iterable[Entry]) -> dict[str, str]:
+    """Return the strings for the header of a file of whole tensors."""
+    info = {entry.fqn: {"saved_offsets": [0] * len(entry.shape)} for entry in entries}
+    return {_INFO: json.dumps(info), "DCP_VERSION": "1.0", "format": "pt"}
 
 
 def _parse_origins(path: Path, metadata: Mapping[str, str]) -> dict[str, tuple[int, ...]]:

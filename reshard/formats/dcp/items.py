@@ -65,9 +65,6 @@ class ItemReader:
 
         Args:
             stored: blocks, with the paths of their files and the dtypes of their tensors.
-
-        Raises:
-            CorruptError: a stored tensor is not the announced one.
         """
         places = [(str(path), block.byte_offset, block.nbytes) for path, block, _ in stored]
         order = sorted(range(len(stored)), key=places.__getitem__)
@@ -163,11 +160,8 @@ class ItemReader:
         return section if section.read(0, min(2, section.nbytes)) == ZIP else None
 
     def _read_from_stream(self, name: str, block: Block, dtype: DType) -> Chunk:
-        """Return a chunk of a safetensors stream.
-
-        A file has at most one stream, behind its objects. For each of its tensors the metadata give
-        the offset of the stream, not that of the tensor.
-        """
+        # A file has at most one stream, behind its objects. For each of its tensors the metadata
+        # give the offset of the stream, not that of the tensor.
         position = (name, block.byte_offset)
         if position not in self._streams:
             nbytes = self._get_size(name) - block.byte_offset

@@ -118,7 +118,6 @@ def _add_file(found: Metadata, path: Path) -> None:
 
 
 def _parse_directory(about: Any) -> str:
-    """Return the directory of ``StorageMeta.checkpoint_id``, which is a text or a ``Path``."""
     saved = about.get("checkpoint_id") if isinstance(about, Call) else None
     if isinstance(saved, Call) and all(type(part) is str for part in saved.args):
         return str(PurePosixPath(*saved.args))
@@ -126,7 +125,6 @@ def _parse_directory(about: Any) -> str:
 
 
 def _read_shapes(about: Mapping[str, Any]) -> dict[str, Index]:
-    """Return the shapes of tensors that Megatron-core stored as flat ranges (`flattened`)."""
     shapes = {
         key: properties.get("nd_reformulated_orig_global_shape")
         for key, properties in about.items()
@@ -181,11 +179,6 @@ def _parse_storage(
 
 
 def _check_inside(path: Path, name: str) -> None:
-    """Check that a file is inside the directory of the metadata.
-
-    Raises:
-        UnsafeError: it is not.
-    """
     pure = PurePosixPath(name)
     if pure.is_absolute() or ".." in pure.parts or not name:
         raise UnsafeError(

@@ -45,11 +45,7 @@ def read(location: Location) -> ParsedTree:
 
 
 def read_flat(location: Location) -> ParsedTree:
-    """Read each tensor and object under its own key, for a caller that knows the keys.
-
-    Raises:
-        ReshardError: as `read`.
-    """
+    """Read each tensor and object under its own key, for a caller that knows the keys."""
     _, parsed = _read_stored(location)
     return parsed
 
@@ -74,11 +70,11 @@ def _read_stored(location: Location) -> tuple[Metadata, ParsedTree]:
         present = _require_all(location, paths)
         for key, stored in about.tensors.items():
             blocks = list(islice(found, len(stored.blocks)))
-            chunks = tuple(each for each in blocks if isinstance(each, Chunk))
+            chunks = tuple(block for block in blocks if isinstance(block, Chunk))
             # A block that is not a chunk is of a tensor whose class computes its elements: only its
             # description is kept.
             if len(chunks) < len(blocks):
-                leaves[key] = next(each for each in blocks if not isinstance(each, Chunk))
+                leaves[key] = next(block for block in blocks if not isinstance(block, Chunk))
                 continue
             dtype = moments.choose_dtype(chunks, stored.dtype)
             leaf = GlobalTensor(dtype, stored.shape, chunks)
@@ -100,20 +96,13 @@ def _read_stored(location: Location) -> tuple[Metadata, ParsedTree]:
 
 
 def _list_copies(location: Location, names: set[str]) -> dict[str, SourceFile]:
-    """Return the existing files of these names, which contain copies that are not read.
-
-    With ``use_collectives=False``, every rank stores its own copy of an object.
-    """
+    # With ``use_collectives=False``, every rank stores its own copy of an object.
     paths = [location.files[name] for name in sorted(names) if name in location.files]
     return {str(path): SourceFile(str(path), get_size(path)) for path in paths}
 
 
 def _describe_stale(location: Location, named: set[str]) -> list[str]:
-    """Return notes about files that do not belong to the save.
-
-    Args:
-        named: the files that the metadata name.
-    """
+    """Return notes about files that the metadata do not name."""
     # A rank that had nothing to save leaves an empty file, which no metadata names.
     rest = [
         name
@@ -157,11 +146,6 @@ def find_metadata_files(location: Location) -> list[Path]:
 
 
 def _require_all(location: Location, paths: Mapping[str, Path | None]) -> dict[str, Path]:
-    """Return the paths of the data files by name.
-
-    Raises:
-        IncompleteError: one of them does not exist.
-    """
     missing = sorted(name for name, path in paths.items() if path is None)
     if missing:
         raise IncompleteError(location, f"{missing[0]} is missing", FETCH_MISSING)
@@ -196,10 +180,7 @@ def _nest(location: Location, about: Metadata, leaves: Mapping[str, Any]) -> dic
 
 
 def _restore_list(items: dict[Any, Any]) -> dict[Any, Any] | list[Any]:
-    """Return the list that DCP flattened to these items; the items if they are of a dict.
-
-    DCP converts each key of a dict to a str, so ints are positions (torch 2.13 ``_traverse.py``).
-    """
+    # DCP converts each key of a dict to a str, so ints are positions (torch 2.13 ``_traverse.py``).
     is_list = all(type(key) is int for key in items) and sorted(items) == list(range(len(items)))
     return [items[n] for n in range(len(items))] if is_list else items
 
@@ -230,10 +211,7 @@ def parse_flat_paths(paths: Mapping[str, tuple[Any, ...]]) -> Mapping[str, tuple
 
 
 def _guess_path(key: str) -> tuple[Any, ...]:
-    """Guess the path of a key without a stored one: the key itself, below a usual top level.
-
-    ``optim.state.<fqn>.<slot>``, ``optim.param_groups.0.lr``, ``model.<fqn>``.
-    """
+    """Guess the path of a key without a stored one, such as ``optim.state.<fqn>.<slot>``."""
     top, _, rest = key.partition(".")
     if not rest or top not in (*_MODELS, *_OPTIMIZERS):
         return (key,)

@@ -9,6 +9,7 @@ has to be understood.
 
 from __future__ import annotations
 
+import re
 from bisect import bisect_right
 from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -16,16 +17,26 @@ from os.path import commonpath
 from pathlib import PurePosixPath
 from typing import Any
 
-from reshard.containers import skeletons
+from reshard.containers import safetensors_shards, skeletons
 from reshard.containers.skeletons import LaidOut
 from reshard.core.box import Box, whole
 from reshard.core.chunks import Chunk, contiguous
 from reshard.core.dtypes import UINT8, DType
+from reshard.core.keys import remove_wrappers
 from reshard.core.location import Location, leads_outside
-from reshard.core.manifest import BUFFER, MASTER, PARAM, WEIGHT_KINDS, Entry, Key, Manifest
+from reshard.core.manifest import (
+    BUFFER,
+    MASTER,
+    PARAM,
+    WEIGHT_KINDS,
+    Entry,
+    Key,
+    Manifest,
+    Skeleton,
+)
 from reshard.formats.base import StateConversion
-from reshard.formats.dcp import metadata, reader, writer
-from reshard.formats.dcp.directory import is_metadata
+from reshard.formats.dcp import hf_shards, metadata, reader, writer
+from reshard.formats.dcp.directory import is_hf_shard, is_metadata
 from reshard.formats.dcp.items import ZIP
 from reshard.formats.dcp.metadata import Block, Metadata, StoredTensor
 from reshard.formats.dcp.writer import CopiedTensor
@@ -39,16 +50,24 @@ from reshard.system.paths import as_path, find_rank
 from reshard.training import copied_files
 from reshard.training.copied_files import ITEM
 from reshard.training.state import WritableState
-from reshard.units import some
+from reshard.units import abridge
 
 _NOTES = (".json", ".yaml", ".yml", ".txt", "")  # suffixes
-# OLMo-core 3.0.0 ``train/checkpoint.py`` keeps its trainer's state beside its one directory of DCP,
-# and does not find it elsewhere. Ranks without a file of their own read that of rank 0.
-_BESIDE_TRAINER, _TRAINER = "model_and_optim", "train"
+# Programs that keep their trainer's state beside or below their one directory of DCP do not find it
+# elsewhere: OLMo-core 3.0.0 ``train/checkpoint.py``, whose ranks without a file of their own read
+# that of rank 0, as prime-rl's do (559b447 ``trainer/ckpt.py``); xtuner b934f46 ``v1/train``.
+_TRAINER = "train"
+_BESIDE = {"model_and_optim": _TRAINER, "weights": "train_state.json"}
+_BELOW = {"trainer": "dataloader"}
 _OF_TRAINER = (
     "OLMo-core's ranks without a file in train/ read train/rank0.pt, and none restores its random"
     " state at another number of ranks"
 )
+# NeMo Automodel 0.7 ``components/checkpoint/checkpointing.py``
+_SHARDS, _OPTIMIZER = "model", "optim"
+_SHARD = "shard-00001-model-00001-of-00001.safetensors"  # of whole tensors, which are in one file
+# slime 0.2.2 and miles 0.1.0 ``backends/fsdp_utils/checkpoint.py`` find the step by this file.
+_ITERATION, _TRACKER = re.compile(r"iter_(\d+)"), "latest_checkpointed_iteration.txt"
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,12 +99,16 @@ class SavedKeys(Request):
         owners: folder and key in ``.metadata`` -> the entry of the manifest that has the tensor.
         top: the directory that contains them, or the only one.
         beside: the source's other files, name below the top directory -> size.
+        iteration: the name of the top directory, if a run has it beside a file with its number.
+        shards: the folder of the weights, if they are shards for Hugging Face beside the items.
     """
 
     directories: Sequence[SavedDirectory] = ()
     owners: Mapping[tuple[str, str], Key] = field(default_factory=dict)
     top: str = ""
     beside: Mapping[str, int] = field(default_factory=dict)
+    iteration: str = ""
+    shards: str = ""
 
 
 def find(conversion: StateConversion) -> SavedKeys | None:
@@ -94,9 +117,6 @@ def find(conversion: StateConversion) -> SavedKeys | None:
     That is so if the user chose neither another layout, nor a part of the state, nor new param
     groups, and if all of the source is one DCP directory, or several side by side, whose names and
     tensors no pass has changed.
-
-    Raises:
-        ReshardError: as `metadata.read`.
     """
     manifest, request = conversion.manifest, conversion.request
     given = conversion.options.given()
@@ -111,23 +131,38 @@ def find(conversion: StateConversion) -> SavedKeys | None:
     if not parents:
         return None
     top = PurePosixPath(commonpath(parents))
-    is_beside_trainer = top.name == _BESIDE_TRAINER and _find_trainer(top.parent)
-    top = top.parent if is_beside_trainer else top
+    is_beside_trainer = (
+        top.name in _BESIDE and as_path(str(top.parent / _BESIDE[top.name])).exists()
+    )
+    has_shards = _has_shards(paths, top)
+    top = top.parent if is_beside_trainer or has_shards else top
     if not all(path.is_relative_to(top) for path in paths):
         return None
     directories = [_read_directory(parent, top) for parent in parents]
-    found = [each for each in directories if each is not None]
+    found = [directory for directory in directories if directory is not None]
     owners = _find_owners(manifest, found, request.world_size)
     if len(found) < len(parents) or not owners or not _can_copy(found, owners, manifest):
         return None
-    beside = _find_files_beside(manifest, top, is_own=top not in parents)
+    is_named = _ITERATION.fullmatch(top.name) is not None
+    is_of_run = is_named and as_path(str(top.parent / _TRACKER)).is_file()
     return replace(
-        SavedKeys.of(request), directories=found, owners=owners, top=str(top), beside=beside
+        SavedKeys.of(request),
+        directories=found,
+        owners=owners,
+        top=str(top),
+        beside=_find_files_beside(manifest, top, is_own=is_of_run or top not in parents),
+        iteration=top.name if is_of_run else "",
+        shards=_SHARDS if has_shards else "",
     )
 
 
+def _has_shards(paths: Iterable[PurePosixPath], top: PurePosixPath) -> bool:
+    shards = [path for path in paths if is_hf_shard(path.name)]
+    folder = top.with_name(_SHARDS)
+    return top.name == _OPTIMIZER and bool(shards) and all(p.parent == folder for p in shards)
+
+
 def _read_directory(path: PurePosixPath, top: PurePosixPath) -> SavedDirectory | None:
-    """Return the items of a directory; None if it has no metadata."""
     location = Location([as_path(str(path))])
     if not any(map(is_metadata, location.files)):
         return None
@@ -135,31 +170,44 @@ def _read_directory(path: PurePosixPath, top: PurePosixPath) -> SavedDirectory |
     return SavedDirectory("/".join(path.relative_to(top).parts), str(location), about)
 
 
-def _find_trainer(top: PurePosixPath) -> dict[str, str]:
-    """Return the files of OLMo-core's trainer, name below the top directory -> path."""
-    folder = Location([as_path(str(top))]).folders.get(_TRAINER)
-    files = folder.files.items() if folder else ()
+def _find_files_in(top: PurePosixPath, name: str) -> dict[str, str]:
     root = as_path(str(top))
-    return {f"{_TRAINER}/{n}": str(path) for n, path in files if not leads_outside(path, root)}
+    folder = Location([root]).folders.get(name)
+    files = folder.files.items() if folder else ()
+    return {f"{name}/{n}": str(path) for n, path in files if not leads_outside(path, root)}
+
+
+def _find_rank_states(top: PurePosixPath) -> dict[str, str]:
+    # NeMo Automodel's ``save_on_dp_ranks`` and ``save_on_global_ranks``, and how it numbers shards
+    # of the consolidated model.
+    root = as_path(str(top))
+    index = root / _SHARDS / ".hf_metadata" / "fqn_to_file_index_mapping.json"
+    found = [index] if index.is_file() else []
+    for name, folder in Location([root]).folders.items():
+        form = re.compile(rf"{re.escape(name)}_(dp|global)_rank_\d+\.pt")
+        found += [path for file, path in folder.files.items() if form.fullmatch(file)]
+    inside = (path for path in found if not leads_outside(path, root))
+    return {path.relative_to(root).as_posix(): str(path) for path in inside}
 
 
 def _find_files_beside(manifest: Manifest, top: PurePosixPath, *, is_own: bool) -> dict[str, int]:
-    """Return the files that are copied, name below the top directory -> size.
-
-    They are the files that were read beside the items. If programs keep DCP's directories in one of
-    their own, they also keep notes there that are not tensors, such as the step in a JSON file,
-    without which they do not resume.
-    """
+    # If programs keep DCP's directories in one of their own, they also keep notes there that are
+    # not tensors, such as the step in a JSON file, without which they do not resume.
     beside = {
         path.removeprefix(f"{top}/"): file.nbytes
         for path, file in manifest.files.items()
-        if not path.endswith(".distcp")
+        if not path.endswith(".distcp") and not is_hf_shard(PurePosixPath(path).name)
     }
+    added = _find_files_in(top, _BELOW[top.name]) if top.name in _BELOW else {}
     if is_own:
         files = Location([as_path(str(top))]).files
-        notes = {name: str(path) for name, path in files.items() if path.suffix in _NOTES}
-        added = {**notes, **_find_trainer(top)}
-        beside.update((name, get_size(path)) for name, path in added.items())
+        notes = {
+            name: str(path)
+            for name, path in files.items()
+            if path.suffix in _NOTES and not is_metadata(name)
+        }
+        added |= {**notes, **_find_files_in(top, _TRAINER), **_find_rank_states(top)}
+    beside.update((name, get_size(path)) for name, path in added.items())
     return beside
 
 
@@ -167,11 +215,14 @@ def _find_owners(
     manifest: Manifest, directories: Sequence[SavedDirectory], ranks: int
 ) -> dict[tuple[str, str], Key]:
     """Return the entry of each key; empty if an entry is not exactly one stored tensor."""
-    tensors = {(d.folder, key): each for d in directories for key, each in d.about.tensors.items()}
+    tensors = {(d.folder, key): item for d in directories for key, item in d.about.tensors.items()}
     names = {(d.folder, key): path for d in directories for key, path in d.names.items()}
     items = _ItemIndex(directories)
     owners: dict[tuple[str, str], Key] = {}
     for entry in manifest.entries.values():
+        files = {PurePosixPath(chunk.file).name for chunk in entry.chunks}
+        if entry.kind in WEIGHT_KINDS and all(map(is_hf_shard, files)):
+            continue  # its shard is written anew
         is_decoded = moments.is_decoded(entry)
         if is_decoded and not moments.cuts_blocks(entry, _list_starts(entry, ranks)):
             continue  # its codes are copied; torchao reads no part of a block
@@ -185,14 +236,16 @@ def _find_owners(
         )
         if place is None or not is_same or place in owners or place not in names:
             return {}
-        # A master has its number in the list of its param group.
-        if entry.kind in (PARAM, BUFFER) and names[place][-1] != entry.fqn:
+        # A master has its number in the list of its param group. The keys keep their wrappers.
+        bare = remove_wrappers(str(names[place][-1]))
+        if entry.kind in (PARAM, BUFFER) and bare != remove_wrappers(entry.fqn):
             return {}
         owners[place] = entry.key
     # Names of one weight that are stored twice are equal; each of them gets the kept value.
     kept = {fqn: (kind, fqn) for kind, fqn in owners.values() if kind in (PARAM, BUFFER)}
+    tied = {remove_wrappers(alias): fqn for alias, fqn in manifest.tied.items()}
     for place in tensors.keys() - owners.keys():
-        alias = manifest.tied.get(str(names[place][-1])) if place in names else None
+        alias = tied.get(remove_wrappers(str(names[place][-1]))) if place in names else None
         if alias in kept:
             owners[place] = kept[alias]
     return owners
@@ -217,7 +270,6 @@ class _ItemIndex:
         self._items = {path: sorted(spans) for path, spans in items.items()}
 
     def find(self, chunk: Chunk) -> tuple[str, str] | None:
-        """Return folder and key; None if no item contains the chunk, or the chunk is computed."""
         spans = self._items.get(chunk.file, [])
         at = bisect_right(spans, chunk.byte_offset, key=lambda span: span[0]) - 1
         start, stop = chunk.byte_span
@@ -264,6 +316,11 @@ def lay_out(state: WritableState, saved: SavedKeys) -> LaidOut:
         leaves, items = _build_leaves(directory, saved.owners, values)
         parts.append(writer.lay_out_leaves(leaves, shards=ranks, directory=directory.folder))
         copied += items
+    if saved.shards:
+        tensors = torch_state_dict.choose_whole_weights(state, saved.dtype)
+        about = hf_shards.describe_whole(entry for entry, _ in tensors)
+        name = f"{saved.shards}/{_SHARD}"
+        parts.append(safetensors_shards.lay_out_file(name, tensors, about))
     for name, size in saved.beside.items():
         path = f"{saved.top}/{name}"
         parts.append(copied_files.lay_out(name, path))
@@ -274,18 +331,27 @@ def lay_out(state: WritableState, saved: SavedKeys) -> LaidOut:
         notes.append(
             _OF_TRAINER
             if f"{_TRAINER}/rank0.pt" in per_rank
-            else f"{some(per_rank, 1)} belong to one rank each: the program that saved them may"
+            else f"{abridge(per_rank, 1)} belong to one rank each: the program that saved them may"
             f" need such a file for each of the {ranks} ranks"
         )
-    return LaidOut(skeletons.join(parts), tuple(notes), tuple(copied))
+    skeleton, load_line = skeletons.join(parts), ""
+    if saved.iteration:
+        number = str(int(saved.iteration.rpartition("_")[2])).encode()
+        tracker = skeletons.lay_out_bytes(_TRACKER, number)
+        skeleton = skeletons.join([skeletons.move_into(skeleton, saved.iteration), tracker])
+        load_line = f"--load {{path}} (the directory with {_TRACKER})"
+    return LaidOut(skeleton, tuple(notes), tuple(copied), load_line)
+
+
+def place(skeleton: Skeleton, destination: str) -> Skeleton:
+    """Return the files of slime's run as they belong into a directory with the name of one step."""
+    inside = tuple(file for file in skeleton.files if file.name != _TRACKER)
+    if not _ITERATION.fullmatch(destination) or len(inside) == len(skeleton.files):
+        return skeleton
+    return skeletons.move_out(replace(skeleton, files=inside), inside[0].name.partition("/")[0])
 
 
 def _build_values(state: WritableState, *, dtype: DType | None) -> dict[Key, Value]:
-    """Build every tensor of the output.
-
-    Args:
-        dtype: dtype of the parameters; None keeps that of each.
-    """
     weights = torch_state_dict.build_weights(state, dtype=dtype)
     values = {(kind, fqn): value for fqn, value in weights.items() for kind in WEIGHT_KINDS}
     for weight in state.weights:
@@ -295,7 +361,7 @@ def _build_values(state: WritableState, *, dtype: DType | None) -> dict[Key, Val
             values[PARAM, weight.fqn] = replace(value, dtype=dtype or weight.dtype)
     for member in state.members:
         slots = member.slots.values()
-        values.update((each.key, torch_state_dict.build_slot(member, each)) for each in slots)
+        values.update((slot.key, torch_state_dict.build_slot(member, slot)) for slot in slots)
     for entry in state.manifest.entries.values():
         if entry.kind not in WEIGHT_KINDS and entry.key not in values:  # it has no weight
             is_cut = bool(entry.shape)
@@ -308,11 +374,7 @@ def _build_leaves(
     owners: Mapping[tuple[str, str], Key],
     values: Mapping[Key, Value],
 ) -> tuple[list[tuple[tuple[Any, ...], Any]], list[Entry]]:
-    """Build the state dict of a directory of the output as leaves with their paths.
-
-    Returns:
-        The leaves, and the entries of the items that are copied.
-    """
+    """Return the leaves of a directory's state dict with their paths, and the copied entries."""
     leaves: list[tuple[tuple[Any, ...], Any]] = []
     copied: list[Entry] = []
     for key, path in directory.about.paths.items():
@@ -339,7 +401,6 @@ def _copy_tensor(directory: SavedDirectory, key: str, tensor: StoredTensor) -> C
 
 
 def _build_item(directory: SavedDirectory, name: str, block: Block | None) -> Entry:
-    """Return the entry of an item's bytes in the source."""
     if block is None:  # `metadata.read` refuses an object without a position
         raise AssertionError(name)
     size = (block.nbytes,)

@@ -21,7 +21,7 @@ from reshard.containers import skeletons, torch_writer
 from reshard.containers.pickles.canonical import Canonicalizer
 from reshard.containers.pickles.pickler import Pickler
 from reshard.containers.pickles.values import Call, Global, UnsharedItems, UnsharedObject
-from reshard.containers.torch_writer import Part, Slot, Storage
+from reshard.containers.torch_writer import Storage, StorageBlock, StorageView
 from reshard.containers.zip_writer import ALIGNMENT
 from reshard.core.box import Box, Index, whole
 from reshard.core.chunks import contiguous
@@ -120,7 +120,7 @@ class PiecedTensor:
 
 @dataclass(frozen=True, slots=True)
 class StoredObject:
-    """An object that is stored as one item; its tensors are `Slot`."""
+    """An object that is stored as one item; its tensors are `StorageView`."""
 
     value: Any
 
@@ -136,9 +136,6 @@ def lay_out_state(
 
     Args:
         attributes: what a program adds to the object in ``.metadata``.
-
-    Raises:
-        UnsupportedError: two of its keys are the same once joined.
     """
     leaves = flatten(Canonicalizer().convert(root))
     return lay_out_leaves(leaves, shards=shards, directory=directory, attributes=attributes)
@@ -239,7 +236,6 @@ class _StoredItem:
 
     @classmethod
     def lay_out(cls, value: Any) -> tuple[_StoredItem, tuple[Entry, ...]]:
-        """Lay out a value; return the entries of its tensors, too."""
         skeleton = torch_writer.lay_out_object("", value, in_stream=True)
         (file,) = skeleton.files
         file = replace(file, literals=tuple(file.literals))  # computed once for all items
@@ -263,7 +259,6 @@ class _DataFile:
     items: list[_StoredItem] = field(default_factory=list)
 
     def add(self, item: _StoredItem) -> int:
-        """Add an item at a multiple of its alignment; return where it begins."""
         start = self.at + -self.at % ALIGNMENT
         self.starts.append(start)
         self.items.append(item)
@@ -277,8 +272,6 @@ class _DataFile:
 
 @dataclass(frozen=True, slots=True)
 class _ItemLiterals:
-    """The literals of the items of a file."""
-
     starts: Sequence[int]
     items: Sequence[_StoredItem]
 
@@ -302,8 +295,6 @@ class _ItemLiterals:
 
 @dataclass(frozen=True, slots=True)
 class _ItemChecksums:
-    """The checksums of the items of a file."""
-
     starts: Sequence[int]
     items: Sequence[_StoredItem]
 
@@ -345,12 +336,10 @@ class _DataFiles:
         return _PlacedTensor(value.dtype, value.shape, self._files, boxes, starts, division.sizes)
 
     def add_copies(self, value: CopiedTensor) -> _PlacedTensor:
-        """Add the blocks of a tensor of the source, with the bytes of their items."""
         placed = [self.add_copy(item, number) for number, (_, item) in enumerate(value.blocks)]
         return _PlacedTensor.join(value, [box for box, _ in value.blocks], placed)
 
     def add_copy(self, item: Entry, number: int = 0) -> _PlacedObject:
-        """Add the bytes of an item of the source to one of the files."""
         file = self._files[number % len(self._files)]
         start = file.at + -file.at % ALIGNMENT
         chunk = contiguous(file.path, start, item.dtype, whole(item.shape))
@@ -359,7 +348,7 @@ class _DataFiles:
         return _PlacedObject(file, start, item.nbytes)
 
     def add_pieces(self, value: PiecedTensor) -> _PlacedTensor:
-        slots = [Slot(storage, box.shape) for box, storage in value.pieces]
+        slots = [StorageView(storage, box.shape) for box, storage in value.pieces]
         placed = [self.add_object(slot, value.number) for slot in slots]
         return _PlacedTensor.join(value, [box for box, _ in value.pieces], placed)
 
@@ -383,7 +372,7 @@ class _DataFiles:
         for entry, division, starts in self._tensors:
             offsets = (item.data_offset for item in division.items)
             begins = array("Q", map(add, starts, offsets))
-            chunks = RankBlocks(paths, division.boxes, begins, entry.dtype)
+            chunks = RankBlocks(paths, division.boxes, begins.__getitem__, entry.dtype)
             parts.append(Skeleton((), (replace(entry, chunks=chunks),)))
         return skeletons.join([Skeleton(tuple(file.build() for file in used), ()), *parts])
 
@@ -402,9 +391,9 @@ class _DataFiles:
 
     @staticmethod
     def _lay_out_block(value: Value, box: Box) -> _StoredItem:
-        parts = (Part("", "", box.shape, box),) if box.volume and value.data is None else ()
+        parts = (StorageBlock("", "", box.shape, box),) if box.volume and value.data is None else ()
         storage = Storage(value.dtype, box.volume, parts, value.data)
-        return _StoredItem.lay_out(Slot(storage, box.shape))[0]
+        return _StoredItem.lay_out(StorageView(storage, box.shape))[0]
 
 
 # .metadata
@@ -432,21 +421,18 @@ class _PlacedTensor:
         boxes: Sequence[Box],
         placed: Sequence[_PlacedObject],
     ) -> _PlacedTensor:
-        """Return a tensor each of whose blocks is stored as an object."""
         return cls(
             tensor.dtype,
             tensor.shape,
-            [each.file for each in placed],
+            [item.file for item in placed],
             boxes,
-            [each.start for each in placed],
-            [each.nbytes for each in placed],
+            [item.start for item in placed],
+            [item.nbytes for item in placed],
         )
 
 
 @dataclass(frozen=True, slots=True)
 class _PlacedObject:
-    """A pickled object, and where it is stored."""
-
     file: _DataFile
     start: int
     nbytes: int
@@ -454,8 +440,6 @@ class _PlacedObject:
 
 @dataclass(slots=True)
 class _MetadataBuilder:
-    """The content of ``.metadata``, as it grows."""
-
     attributes: Mapping[str, Any]
     paths: dict[str, _Path] = field(default_factory=dict)
     leaves: dict[str, _PlacedTensor | _PlacedObject] = field(default_factory=dict)

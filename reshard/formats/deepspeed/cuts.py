@@ -15,7 +15,7 @@ strides as in ``torch.as_strided``, in elements (DeepSpeed 0.19.8 ``checkpoint/a
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Container, Iterable, Mapping
 from dataclasses import replace
 from functools import cache, cached_property
 from itertools import accumulate
@@ -32,6 +32,8 @@ from reshard.layouts.model_parallel.rules import Table, add_user_rules, load_tab
 from reshard.layouts.model_parallel.shards import REPLICATED, Split
 
 TENSOR_PARALLEL_INFO = "universal_checkpoint_info"  # key of the model states
+_AUTOTP = "autotp"
+_EXPERTS = ".deepspeed_moe."
 _REPLICATED = ("tp_replicated_parameter_patterns", "parameter_to_average_patterns")
 _VOCABULARY = "vocabulary_parameter_patterns"
 _ROW = "parameter_with_row_parallelism_patterns"
@@ -45,6 +47,7 @@ _REPEATED_GROUP = re.compile(r"\)[*+{]")
 _REPEATS = re.compile(r"[*+{]")
 _MOST_REPEATS = 3
 _LONGEST = 512  # characters of a name
+_NORM = re.compile(r"(?:norm|_ln)\w*\.weight$|\.ln_\w+\.weight$")
 _MLP = (
     ("mlp.dense_h_to_4h.weight", "mlp.dense_4h_to_h.weight"),
     ("mlp.linear1.weight", "mlp.linear2.weight"),
@@ -54,7 +57,6 @@ _MLP = (
 class Cuts:
     """How each parameter of a checkpoint is cut.
 
-    ``are_known`` is whether the checkpoint, a built-in table or the user describes the cuts at all.
     ``notes`` are the decisions that a user should see, in order (a dict without values).
 
     Args:
@@ -63,6 +65,7 @@ class Cuts:
         ranks: number of tensor-parallel ranks; a single rank has every tensor whole.
         buffers: names of buffers, which every rank has whole.
         rules: a user's table, which applies where the checkpoint describes nothing.
+        may_be_autotp: whether AutoTP before 0.19 may have cut a model that nothing describes.
     """
 
     def __init__(
@@ -74,30 +77,71 @@ class Cuts:
         ranks: int,
         buffers: Iterable[str] = (),
         rules: Path | None = None,
+        may_be_autotp: bool = True,
     ) -> None:
         self._where = where
+        self._may_be_autotp = may_be_autotp
         self._ranks = ranks
         self._info = info
-        self._names = tuple(shapes)
+        self._shapes = shapes
         self._buffers = frozenset(buffers)
         self._dialect, blocks = dialects.detect_dialect(shapes)
         self.notes: dict[str, None] = {}
         self._rules = rules
         self._constants = {"layers": blocks}
         self._gated = _is_gated(shapes)
-        self.are_known = bool(info) or self._dialect is not None or rules is not None
         if ranks > 1 or rules is not None:
             _ = self._table  # report errors and notes of the table now
+
+    @property
+    def are_known(self) -> bool:
+        """Whether the checkpoint, a built-in table or the user describes the cuts at all."""
+        return bool(self._info or self._dialect or self._rules or self._has_names_of_autotp)
+
+    @cached_property
+    def _has_names_of_autotp(self) -> bool:
+        if self._info or self._dialect or not self._may_be_autotp:
+            return False
+        table = load_table(_AUTOTP)
+        return all(table.find(name, {}) for name in self._shapes)
+
+    @cached_property
+    def _lists_rows_alone(self) -> bool:
+        """Whether the metadata lists only layers that ranks cut by rows, and so no norms.
+
+        Source: DeepSpeed 0.18.9 ``module_inject/layers.py``
+        (``collect_autotp_universal_checkpoint_info``), where ``ds_to_universal`` joins norms too.
+        """
+        norms = [name for name in self._shapes if _NORM.search(name)]
+        return any(self._find_declared(name, self._shapes[name]) is None for name in norms)
+
+    @cached_property
+    def _layers_of_experts(self) -> dict[str, bool]:
+        """The layers -> whether the metadata describe a parameter that is in them."""
+        layers = {name.partition(_EXPERTS)[0]: False for name in self._shapes if _EXPERTS in name}
+        for name, shape in self._shapes.items() if layers else ():
+            layer = _find_layer(name, layers)
+            if layer is not None and self._find_declared(name, shape) is not None:
+                layers[layer] = True
+        return layers
 
     @cached_property
     def _table(self) -> Table:
         """The rules of all tables; not read for a checkpoint without ranks to join."""
-        megatron = load_table(self._table_name(self._ranks))
-        none = Table(f"{megatron.source}, which has other names", ())
-        return add_user_rules(megatron if self._dialect else none, self._rules)
+        table = load_table(self._table_name(self._ranks))
+        if not self._dialect and not self._has_names_of_autotp:
+            table = Table(f"{table.source}, nor of {_AUTOTP!r}: both have other names", ())
+        if self._has_names_of_autotp and self._rules is None:
+            self.notes[
+                "no file states how tensor-parallel ranks share the parameters: reshard takes them"
+                " for those of DeepSpeed's AutoTP before 0.19, which has the embedding and the head"
+                " whole on every rank"
+            ] = None
+        return add_user_rules(table, self._rules)
 
     def _table_name(self, ranks: int) -> str:
-        """Return the name of the built-in table, which GPT-NeoX's settings decide."""
+        if self._has_names_of_autotp:
+            return _AUTOTP
         if self._dialect != dialects.NEOX or ranks == 1:
             return "megatron"
         name, notes = neox.choose_table(self._where)
@@ -113,8 +157,11 @@ class Cuts:
             return declared
         known = self._find_in_tables(fqn)
         if self._info and known is None:
+            if self._is_whole_beside_experts(fqn):
+                return REPLICATED
             self._refuse_unused(fqn)
-            return Split(0)  # as ds_to_universal joins what no pattern matches
+            # ds_to_universal joins what no pattern matches.
+            return self._find_in_autotp(fqn) if self._lists_rows_alone else Split(0)
         if known is None:
             match = self._table.require(fqn, self._constants, self._dialect)
             return match.rule.split(gated=self._gated)
@@ -126,17 +173,56 @@ class Cuts:
             ] = None
         return known
 
+    def _find_in_autotp(self, fqn: str) -> Split:
+        match = load_table(_AUTOTP).find(fqn, {})
+        if match is None:
+            raise self._build_error(
+                fqn,
+                "lists only layers that ranks cut by rows, as AutoTP before DeepSpeed 0.19 does:"
+                f" how {fqn!r} is cut is not known",
+            )
+        self.notes[
+            "universal_checkpoint_info lists only layers that ranks cut by rows, as DeepSpeed's"
+            " AutoTP before 0.19 does: names show how the other parameters are cut"
+        ] = None
+        return match.rule.split(gated=False)
+
+    def _is_whole_beside_experts(self, fqn: str) -> bool:
+        """Return whether a parameter is the gate, or the residual's coefficient, of an MoE layer.
+
+        Megatron-DeepSpeed's patterns name no parameter of such a layer. Every rank has these two
+        whole (DeepSpeed 0.19.8 ``moe/layer.py``).
+
+        Raises:
+            UnsupportedError: it is another one, in a layer of which the metadata describe nothing.
+        """
+        layer = _find_layer(fqn, self._layers_of_experts)
+        if layer is None:
+            return False
+        if fqn.removeprefix(f"{layer}.").startswith(("deepspeed_moe.gate.", "coefficient.")):
+            return True
+        if self._layers_of_experts[layer]:
+            return False
+        raise self._build_error(
+            fqn,
+            f"has no pattern for {fqn!r}, which is in a layer of experts: how it is cut is not"
+            " known",
+        )
+
     def _refuse_unused(self, fqn: str) -> None:
         """Refuse to guess if a pattern matches nothing: it may have been meant for ``fqn``."""
         for key in (*_REPLICATED, _GATED, _ROW, _VOCABULARY):
             for text in self._info.get(key) or ():
-                if not any(_matches(text, name) for name in self._names):
-                    raise UnsupportedError(
-                        self._where,
+                if not any(_matches(text, name) for name in self._shapes):
+                    raise self._build_error(
+                        fqn,
                         f"has {text!r} in its {key}, which matches no parameter, and no pattern"
                         f" that matches {fqn!r}: how {fqn!r} is cut is not known",
-                        f"state it in a file: --rules FILE, with a line for {fqn}",
                     )
+
+    def _build_error(self, fqn: str, found: str) -> UnsupportedError:
+        advice = f"state it in a file: --rules FILE, with a line for {fqn}"
+        return UnsupportedError(self._where, found, advice)
 
     def find_fused(self, fqn: str) -> Mapping[str, Any] | None:
         """Return how the checkpoint describes a parameter that fuses several, if it does."""
@@ -184,7 +270,6 @@ class Cuts:
         return Split(0, padded=True) if is_vocabulary else None
 
     def _read_affine_map(self, fqn: str) -> Split | None:
-        """Return how AutoTP's affine map cuts a parameter; None if it has no map."""
         maps = (self._info.get("affine_map") or {}).get("params") or {}
         affine_map = next((value for text, value in maps.items() if _matches(text, fqn)), None)
         if affine_map is None:
@@ -219,13 +304,12 @@ class Cuts:
         return Split(
             dim,
             tuple(size // unit for size in sizes),
-            widths=tuple(tuple(int(width) for width in each) for each in widths),
+            widths=tuple(tuple(int(width) for width in shares) for shares in widths),
         )
 
 
 @cache
 def _compile(text: str) -> re.Pattern[str]:
-    """Compile a file's regular expression; DeepSpeed's are names with numbers."""
     if _REPEATED_GROUP.search(text) or len(_REPEATS.findall(text)) > _MOST_REPEATS:
         raise UnsafeError(
             f"universal_checkpoint_info's pattern {text!r}",
@@ -299,3 +383,8 @@ def _is_block(rank: Mapping[str, Any], local: Index, offset: int, strides: Index
 
 def _read_view(stored: Any) -> tuple[int, Index]:
     return int(stored[0]), tuple(int(stride) for stride in stored[1])
+
+
+def _find_layer(fqn: str, layers: Container[str]) -> str | None:
+    ends = (match.start() for match in re.finditer(r"\.", fqn))
+    return next((fqn[:end] for end in ends if fqn[:end] in layers), None)

@@ -20,7 +20,7 @@ from reshard.errors import (
     UnrecognisedError,
 )
 from reshard.system.files import MAX_POINTER, read_small_file
-from reshard.units import some
+from reshard.units import abridge
 
 NAME = "deepspeed"
 
@@ -73,7 +73,8 @@ class RankFiles:
                 raise StaleError(
                     self.location,
                     f"the checkpoint has {world_size} ranks, but there are also {kind} states of"
-                    f" rank {_format_ranks(extra)} ({names}): left over from another run",
+                    f" rank {abridge(list(map(str, extra)), 8)} ({names}): left over from another"
+                    " run",
                     "move the extra files away; or, if they belong to the run that you want, move"
                     " the others",
                 )
@@ -126,22 +127,16 @@ class TagFiles:
         )
 
 
-def _format_ranks(ranks: list[int]) -> str:
-    return some([str(rank) for rank in ranks], 8)
-
-
 def _is_state_file(name: str) -> bool:
     return any(pattern.fullmatch(name) for pattern in _STATES)
 
 
 def _is_tag(location: Location) -> bool:
-    """Return whether a directory holds rank files or a universal checkpoint."""
     zero = location.folders.get("zero")
     return (zero is not None and _is_zero(zero)) or location.has_file(_is_state_file)
 
 
 def _is_zero(location: Location) -> bool:
-    """Return whether a directory has the parameters of a universal checkpoint."""
     return any("fp32.pt" in folder.files for folder in location.folders.values())
 
 
@@ -190,10 +185,12 @@ def locate(location: Location, tag: str | None = None) -> Location:
     chosen = tag or _read_latest(location, tags)
     if chosen in tags:
         return location.folders[chosen]
-    content = f"the directory contains {', '.join(tags)}" if tags else "it contains no checkpoint"
+    content = f"{location.path} contains {', '.join(tags) or 'no checkpoint'}"
+    pointer = None if tag else location.find_first(_POINTERS)
+    named = f", but {pointer.name!r} names it" if pointer else ""
     raise UnrecognisedError(
         location.path / chosen,
-        f"is not a DeepSpeed checkpoint directory; {content}",
+        f"is not a DeepSpeed checkpoint directory{named}; {content}",
         f"choose one with --tag, e.g. --tag {tags[-1]}" if tags else "",
     )
 
@@ -210,7 +207,6 @@ def _read_pointer(pointer: Path, tags: list[str]) -> str:
 
 
 def _read_latest(location: Location, tags: list[str]) -> str:
-    """Return the tag that the run's ``latest`` file names; never guess one."""
     pointer = location.find_first(_POINTERS)
     if pointer:
         return _read_pointer(pointer, tags)

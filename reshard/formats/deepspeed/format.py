@@ -40,7 +40,6 @@ def _read(location: Location, hints: ReadHints) -> Manifest:
     tag = directory.locate(location, hints.tag)
 
     def find_divisions() -> tuple[Division, ...]:
-        """Return how HF Trainer divides the parameters, if it saved the checkpoint."""
         from reshard.model.weight_decay import divide_parameters
 
         model = adjacent_files.describe_trained_model(tag, hints.model)
@@ -52,11 +51,6 @@ def _read(location: Location, hints: ReadHints) -> Manifest:
 
 
 def _read_state(location: Location, rules: Path | None, find_divisions: FindDivisions) -> Manifest:
-    """Read the checkpoint at a location with the reader of its kind, which alone is imported.
-
-    Args:
-        rules: a user's table of how tensor-parallel ranks share parameters; see `cuts.Cuts`.
-    """
     if "zero" in location.folders:
         from reshard.formats.deepspeed import universal
 
@@ -117,18 +111,11 @@ _LIGHTNING_TAG = "checkpoint"  # Lightning 2.6 ``strategies/deepspeed.py``
 
 
 class _DeepSpeedWriter(Writer):
-    """A writer of either kind of directory."""
-
     is_tagged = True
     stores_masters = True
     keeps_wrappers_of = (NAME, UNIVERSAL)
 
     def resolve(self, request: Request, source: Manifest, options: TargetOptions) -> Request:
-        """Return the request with the grid of model-parallel ranks, and the name of the tag.
-
-        Raises:
-            UsageError: ``--stage-layers`` is not a list of numbers.
-        """
         from reshard.formats.deepspeed.write.grid import DeepSpeedTarget
         from reshard.layouts.model_parallel.sizes import parse_stage_layers
 
@@ -146,7 +133,6 @@ class _DeepSpeedWriter(Writer):
         )
 
     def adapt(self, conversion: S) -> S:
-        """Return the conversion with values for codes of moments, unless it is of stage 0."""
         from reshard.formats.coded_values import decode_moments
 
         return decode_moments(conversion) if conversion.request.zero_stage else conversion

@@ -80,7 +80,6 @@ def read_stages(
 
 
 def _open_files(files: TagFiles, tensor_rank: int) -> dict[int, TorchFile]:
-    """Open the file of each layer; return layer -> file, in order."""
     paths: dict[int, Path] = {}
     for layer, ranks in sorted(files.layers.items()):
         if tensor_rank not in ranks:
@@ -111,7 +110,6 @@ def _read_tensors(file: TorchFile, layer: int, named: Names) -> dict[str, Tensor
 
 
 def _find_tied_prefix(file: TorchFile, tensors: Mapping[str, Tensor], named: Names) -> str | None:
-    """Return the prefix of the shared module that a file holds; None if it holds none."""
     prefixes: dict[str, dict[str, Index | None]] = {}
     for name, shape in named.items():
         if name.startswith(TIED):

@@ -1,4 +1,4 @@
-"""Runs with MiCS (DeepSpeed 0.9.2 to 0.17): the ranks of a group share every parameter.
+"""MiCS (DeepSpeed 0.9.2 to 0.17): the ranks of a group share every parameter.
 
 Only the first group saves; the others have the same values.
 """

@@ -1,7 +1,7 @@
-"""Layers of DeepSpeed's OptimizedLinear with ``base_weight_sharding``.
+"""OptimizedLinear with ``base_weight_sharding``: each rank has a 1-d part of a frozen ``weight``.
 
-Each rank has a 1-d part of a layer's frozen ``weight``; the engine saves that of the first rank
-alone. Source: DeepSpeed 0.19.8 ``linear/optimized_linear.py``.
+The engine saves that of the first rank alone. Source: DeepSpeed 0.19.8
+``linear/optimized_linear.py``.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from math import prod
 
 from reshard.core.manifest import Entry
 from reshard.formats.deepspeed.states import ModelStates
-from reshard.units import some
+from reshard.units import abridge
 
 _LISTED = 4
 
@@ -30,6 +30,6 @@ def drop_base_shards(_first: ModelStates, entries: list[Entry], warnings: list[s
         warnings.append(
             "DeepSpeed's base_weight_sharding (OptimizedLinear) shards frozen weights over the"
             f" ranks and saves the first rank's shard alone, so these are missing:"
-            f" {some(shards, _LISTED)}"
+            f" {abridge(shards, _LISTED)}"
         )
     return [entry for entry in entries if entry.fqn not in shards]

@@ -12,7 +12,7 @@ from math import prod
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from reshard.core import dtypes
-from reshard.core.dtypes import BFLOAT16, DType
+from reshard.core.dtypes import BFLOAT16, FLOAT16, DType
 from reshard.formats.deepspeed.experts.layout import find_expert_parallel_size, has_experts
 
 if TYPE_CHECKING:
@@ -23,6 +23,8 @@ _SUB_GROUP_SIZE = 10**9
 # always adds it.
 _CLIP = "gradient_clipping"
 _FP32 = ("fp32", "float32", "float")  # names that DeepSpeed's config accepts
+# Sections of the configuration; "bfloat16" is the older name of "bf16".
+PRECISIONS = {"bf16": BFLOAT16, "bfloat16": BFLOAT16, "fp16": FLOAT16}
 T = TypeVar("T")
 
 
@@ -35,6 +37,16 @@ def get_section(config: Any, name: str) -> dict[str, Any]:
 def get_zero_section(config: Any) -> dict[str, Any]:
     """Return the section that configures ZeRO."""
     return get_section(config, "zero_optimization")
+
+
+def find_16_bit_precision(config: Any) -> DType | None:
+    """Return the 16-bit dtype that a configuration enables; None if it enables none."""
+    enabled = (
+        dtype
+        for name, dtype in PRECISIONS.items()
+        if get_section(config, name).get("enabled") is True
+    )
+    return next(enabled, None)
 
 
 def uses_bf16_optimizer(config: Any, stage: int, precision: DType | None) -> bool:
@@ -77,10 +89,7 @@ def undo_round_robin(members: Sequence[T], ranks: int) -> list[T]:
 def _split_sub_groups(
     members: Sequence[TrainedParameter], config: Any, ranks: int
 ) -> Iterator[tuple[TrainedParameter, ...]]:
-    """Yield stage 3's flat tensors: each ends where a rank holds ``sub_group_size`` elements.
-
-    A group without members has none.
-    """
+    """Yield stage 3's flat tensors: each ends where a rank holds ``sub_group_size`` elements."""
     size = get_zero_section(config).get("sub_group_size")
     limit = size if isinstance(size, (int, float)) else _SUB_GROUP_SIZE  # often written as 1e9
     sizes = [-(-prod(member.weight.shape) // ranks) for member in members]

@@ -88,23 +88,28 @@ def read(files: TagFiles, first: ModelStates, rules: Path | None = None) -> Mani
 
 
 def _find_tensor_size(files: TagFiles, firsts: Sequence[ModelStates]) -> int:
-    # A pipeline's layer files show its tensor-parallel ranks. Without layers the model states may
-    # declare them. In older versions of DeepSpeed they do not; then there is one stage, and all
+    # The model states may declare the tensor-parallel ranks. In older versions of DeepSpeed they do
+    # not: a pipeline's layer files show them, and without layers there is one stage, and all
     # model-parallel ranks are tensor-parallel ranks.
     count, where = len(firsts), firsts[0].file.path
     declared = firsts[0].get_section("checkpoint_parallel_dimensions")
-    if files.layers:
-        tensor = max(rank for ranks in files.layers.values() for rank in ranks) + 1
-    else:
-        tensor = counts.check_count(where, "tp_degree", declared.get("tp_degree"), default=count)
+    found = max((rank + 1 for ranks in files.layers.values() for rank in ranks), default=count)
+    stated = counts.check_count(where, "tp_degree", declared.get("tp_degree"), default=found)
+    if files.layers and found < stated:
+        raise IncompleteError(
+            files.location,
+            f"was saved by {stated} tensor-parallel ranks; there are files of layers of {found}",
+            advise_copying(files, "copy the missing layer_* files here"),
+        )
     stages = counts.check_count(where, "pp_degree", declared.get("pp_degree"), default=1)
-    expected = max(firsts[0].model_ranks, stages * tensor)
+    expected = max(firsts[0].model_ranks, stages * stated)
     if count < expected:
         raise IncompleteError(
             files.location,
             f"was saved by {expected} model-parallel ranks; there are model states of {count}",
             advise_copying(files, "copy the missing mp_rank_* files here"),
         )
+    tensor = found if files.layers else stated
     if count % tensor:
         raise CorruptError(
             files.location,
@@ -117,7 +122,6 @@ def _find_tensor_size(files: TagFiles, firsts: Sequence[ModelStates]) -> int:
 def _add_layers(
     files: TagFiles, firsts: Sequence[ModelStates], tensor: int
 ) -> list[tuple[ModelStates, StageModule]]:
-    """Add the tensors of the layers' files to the model states; return them with the files."""
     opened: dict[int, tuple[ModelStates, StageModule]] = {}
     for tensor_rank in range(tensor):
         numbers = range(tensor_rank, len(firsts), tensor)
@@ -154,11 +158,8 @@ def _add_copies(rank: Manifest, module: StageModule) -> Manifest:
 
 
 def _list_flat_members(files: RankFiles, first: ModelStates) -> list[list[str]]:
-    """Return the members of each flat tensor in order, if the model states do not list them.
-
-    A pipeline in bf16 has the BF16_Optimizer at stage 0 too (``runtime/pipe/engine.py``), and the
-    engine lists shapes for ZeRO alone; each rank lists the fragments that it has.
-    """
+    # A pipeline in bf16 has the BF16_Optimizer at stage 0 too (``runtime/pipe/engine.py``), and the
+    # engine lists shapes for ZeRO alone; each rank lists the fragments that it has.
     if first.shapes or not files.optim:
         return []
     groups: list[dict[str, None]] = []
@@ -197,13 +198,10 @@ def _drop_unused(cuts: Cuts, stages: Sequence[Sequence[Manifest]], number: int) 
 def _is_trained_only_earlier(
     fqn: str, earlier: Sequence[Manifest], ranks: Sequence[Manifest]
 ) -> bool:
-    """Return whether a tied module's parameter got gradients on earlier stages and none on these.
-
-    Stages share only the weights that ``tied_weight_attr`` names: DeepSpeed broadcasts those and
-    sums their gradients (0.19.8 ``runtime/pipe/module.py``, ``_synchronize_tied_weights``). Each
-    stage trains the other weights of a tied module for itself. If a stage does not use one, its
-    gradients are zeros, and so are its moments, while weight decay continues to change the copy.
-    """
+    # Stages share only the weights that ``tied_weight_attr`` names: DeepSpeed broadcasts those and
+    # sums their gradients (0.19.8 ``runtime/pipe/module.py``, ``_synchronize_tied_weights``). Each
+    # stage trains the other weights of a tied module for itself. If a stage does not use one, its
+    # gradients are zeros, and so are its moments, while weight decay continues to change the copy.
     if not fqn.startswith(layers.TIED):
         return False
     mine, theirs = _list_slot_chunks(fqn, ranks), _list_slot_chunks(fqn, earlier)
@@ -224,10 +222,8 @@ def _list_slot_chunks(fqn: str, ranks: Sequence[Manifest]) -> list[Chunk]:
 
 
 def _drop_parameters(rank: Manifest, unused: Collection[str]) -> Manifest:
-    """Return a rank without the copies of parameters that the model does not use there.
-
-    They are listed as unused copies, because `verify` would otherwise take their bytes for padding.
-    """
+    # Copies that the model does not use are listed, because `verify` would otherwise take their
+    # bytes for padding.
     entries = rank.entries.values()
     kept = rank.with_entries(entry for entry in entries if entry.fqn not in unused)
     return replace(kept, unused_copies=tuple(entry for entry in entries if entry.fqn in unused))

@@ -15,9 +15,9 @@ from reshard.core.schema import (
     SHAPE,
     TEXT,
     WHOLE,
-    a,
     either,
     fields,
+    make_kind,
     mapping,
     maybe,
     numbered,
@@ -26,8 +26,8 @@ from reshard.core.schema import (
     sequence,
 )
 
-_TENSOR = a("a tensor", lambda value: isinstance(value, Tensor))
-_RANK = a(
+_TENSOR = make_kind("a tensor", lambda value: isinstance(value, Tensor))
+_RANK = make_kind(
     "the number of a rank",
     lambda value: isinstance(value, (int, str)) and parse_index(str(value)) is not None,
 )

@@ -123,11 +123,8 @@ def read(
 def _list_candidates(
     first: ModelStates, tied: Mapping[str, str], shapes: Sequence[Sequence[Signature]]
 ) -> dict[str, Index]:
-    """Return the shapes of what may be in the optimizer; frozen parameters are among them.
-
-    A parameter without elements has a state only if its optimizer gives it a gradient, as Muon
-    does.
-    """
+    # A parameter without elements has a state only if its optimizer gives it a gradient, as Muon
+    # does.
     stated = {shape for group in shapes for shape in group}
     return {
         name: tensor.shape
@@ -152,7 +149,6 @@ def warn_unread(names: Collection[str]) -> list[str]:
 def _name_members(
     model: ModelStates, candidates: Mapping[str, Index], find_divisions: FindDivisions
 ) -> _Names:
-    """Return the fqn of each member of every group, by names, by shapes, or else by values."""
     try:
         return _name_by_shapes(model, candidates, find_divisions)
     except AmbiguousError:
@@ -163,11 +159,8 @@ def _name_members(
 
 
 def _name_by_masters(model: ModelStates, candidates: Mapping[str, Index]) -> _Names | None:
-    """Return the members whose weights are the only ones that agree with each fp32 master.
-
-    None if a master agrees with several weights, such as norms that were never updated. The true
-    weight always agrees, so the only one that does is the true one.
-    """
+    # The true weight always agrees with its master, so the only one that does is the true one. A
+    # master may agree with several, such as norms that were never updated.
     groups = model.get_section("optimizer").get("fp32_groups") or []
     module = model.module
     named: _Names = []
@@ -193,7 +186,6 @@ def _name_by_masters(model: ModelStates, candidates: Mapping[str, Index]) -> _Na
 
 
 def _read_samples(files: SourceFiles, tensor: Tensor) -> list[float]:
-    """Return some elements of a tensor, the first and the last among them."""
     last, count = tensor.numel - 1, min(tensor.numel, _SAMPLES)
     positions = [last * number // max(count - 1, 1) for number in range(count)]
     return [read_weight(files, tensor.chunk, at) for at in positions]
@@ -206,7 +198,6 @@ def _is_rounded(weight: float, master: float) -> bool:
 def _name_by_shapes(
     model: ModelStates, candidates: Mapping[str, Index], find_divisions: FindDivisions
 ) -> _Names:
-    """Return the fqn of each member of every group, as declared there or as the shapes show."""
     declared = _read_declared_names(model, candidates)
     if declared:
         return declared
@@ -239,11 +230,8 @@ def _list_divisions(
 
 
 def _read_declared_names(model: ModelStates, candidates: Mapping[str, Index]) -> _Names:
-    """Return ``param_names`` of the groups (torch 2.6 ``optim/optimizer.py``); none if unusable.
-
-    Names are unusable if a group has more or fewer names than members, because the indices of the
-    groups after it depend on their number.
-    """
+    # ``param_names`` (torch 2.6 ``optim/optimizer.py``) are unusable if a group has more or fewer
+    # names than members, because the indices of the groups after it depend on their number.
     listed: _Names = []
     for group in unwrap_optimizer(model.get_section("optimizer")).get("param_groups", []):
         given = group.get("param_names")
@@ -257,7 +245,6 @@ def _read_declared_names(model: ModelStates, candidates: Mapping[str, Index]) ->
 
 
 def _infer_member_shapes(wrapper: Mapping[str, Any]) -> list[list[Signature]]:
-    """Return the shapes of every group's members as far as the file shows them."""
     masters = wrapper.get("fp32_groups")
     if masters:
         return [[tensor.shape for tensor in group] for group in masters]
@@ -270,7 +257,6 @@ def _infer_member_shapes(wrapper: Mapping[str, Any]) -> list[list[Signature]]:
 
 
 def _infer_shape(state: Mapping[str, Any]) -> Signature:
-    """Return the shape of a state's parameter, as its slots show it."""
     tensors = {
         name: value.shape
         for name, value in flatten_state(state).items()
@@ -319,7 +305,6 @@ def _find_unread(
 
 
 def _read_steps(model: ModelStates, states: _States) -> dict[str, float]:
-    """Read how many updates were applied to each named parameter."""
     optimizer = unwrap_optimizer(model.get_section("optimizer"))
     steps: dict[str, float] = {}
     for index, (fqns, state) in enumerate(states):
@@ -394,12 +379,7 @@ def _name_fused_groups(
 def _search_assignments(
     sizes: Mapping[Index, int], numels: Sequence[int]
 ) -> Iterator[dict[Index, int | None]]:
-    """Yield each way to fill the groups: shape -> its group; None if it is in no group.
-
-    Args:
-        sizes: elements of all candidates of a shape.
-        numels: elements of each group.
-    """
+    """Yield each way to fill groups of ``numels`` elements: shape -> its group, or None."""
     # Large shapes first: fewer groups have room for them, so that wrong branches end early.
     order = sorted(sizes, key=lambda shape: -sizes[shape])
     steps = iter(range(_MOST_STEPS if len(order) <= _MOST_SHAPES else 0))
@@ -426,7 +406,6 @@ def _match_masters(
     groups: Sequence[Sequence[str]],
     flats: Sequence[Tensor],
 ) -> bool:
-    """Return whether three elements of each weight agree with the masters in that order."""
     for names, flat in zip(groups, flats, strict=True):
         start = 0
         for weight in (module[fqn] for fqn in names):

@@ -123,11 +123,7 @@ def find_claims(groups: Sequence[SavedGroup], *, round_robin: bool) -> dict[str,
 def _find_layout(
     group: int, shapes: Mapping[str, Index], ranks: Sequence[OptimizerStates]
 ) -> FlatGroup:
-    """Return the layout that agrees with most of what the ranks store and state.
-
-    Raises:
-        CorruptError: a rank's master weights have another length.
-    """
+    """Return the layout that agrees with most of what the ranks store and state."""
     stored = [rank.require_list(_MASTERS)[group].numel for rank in ranks]
     tails = [_get_stated(rank, "group_paddings", group) for rank in ranks]
     paddings = require_equal(
@@ -172,7 +168,6 @@ def _read_alignment(rank: OptimizerStates, group: int, members: int) -> list[int
 
 
 def _get_stated(rank: OptimizerStates, key: str, group: int) -> Any:
-    """Return what a rank's file states about a group; None if it does not have the key."""
     stated = rank.root.get(key)
     if not isinstance(stated, (list, tuple)):
         return stated  # one number of partitions for all groups
@@ -208,7 +203,6 @@ def read_scalars(
 
 
 def _differs(name: str, states: Iterable[tuple[OptimizerStates, Mapping[str, Any]]]) -> bool:
-    """Return whether ranks have other values of a 0-d slot; False for a dtype of no number."""
     try:
         values = {repr(rank.file.read_number(state[name])) for rank, state in states}
     except UnsupportedError:
@@ -285,11 +279,13 @@ class SavedGroup:
         for name in names:
             pieces = [own.get(name) for own in slots]
             lengths = [piece.numel if piece else 0 for piece in pieces]
-            if all(n in (flat.numel, flat.count_stored(at)) for at, n in enumerate(lengths)):
+            fits = [n in (flat.numel, flat.count_stored(at)) for at, n in enumerate(lengths)]
+            if all(fits):
                 yield from flat.split(name, pieces, flat.runs)
             # With an offloaded optimizer, Muon's momentum is as long as the partition.
             elif not is_of_another_length(name, pieces, whole):
-                for rank, length, numel in zip(self.ranks, lengths, whole, strict=True):
+                for at in sorted(range(len(whole)), key=fits.__getitem__):  # an odd one first
+                    rank, length, numel = self.ranks[at], lengths[at], whole[at]
                     if length != numel:
                         raise CorruptError(
                             rank.file.path,
@@ -298,11 +294,10 @@ class SavedGroup:
                             MIXED,
                         )
                 yield from flat.split(name, pieces, flat.whole_runs)
-        with_state = [each for each in zip(self.ranks, states, strict=True) if each[1]]
+        with_state = [pair for pair in zip(self.ranks, states, strict=True) if pair[1]]
         yield from read_scalars(flat.shapes, with_state)
 
 
 def _read_fragment(fragment: Any) -> tuple[Any, Any]:
-    """Return the start and the number of elements of a ``fragment_address`` of DeepSpeed."""
     state = getattr(fragment, "state", None)
     return (state.get("start"), state.get("numel")) if isinstance(state, dict) else (None, None)

@@ -16,13 +16,12 @@ from reshard.core.manifest import MASTER, PARAM, Entry
 from reshard.errors import MIXED, CorruptError
 from reshard.formats.deepspeed.stage12 import divide_members, read_scalars
 from reshard.formats.deepspeed.states import (
-    FlatPiece,
     ModelStates,
     OptimizerStates,
     Shapes,
     is_of_another_length,
-    locate_piece,
     require_equal,
+    require_raw,
     select_flat_slots,
 )
 from reshard.layouts.runs import EqualRuns, RankOffsets
@@ -62,7 +61,7 @@ def _read_part(
         if kind != MASTER and is_of_another_length(kind, tensors, expected):
             continue
         pieces = zip(ranks, tensors, strict=True)
-        yield from _split(kind, members, [locate_piece(rank.file, t) for rank, t in pieces])
+        yield from _split(kind, members, [require_raw(rank.file, t) for rank, t in pieces])
     yield from read_scalars(members, list(zip(ranks, states, strict=True)))
 
 
@@ -82,19 +81,19 @@ def count_piece_elements(members: Mapping[str, Index], ranks: int) -> int:
     return sum(-(-prod(shape) // ranks) for shape in members.values())
 
 
-def _split(kind: str, members: Mapping[str, Index], pieces: Sequence[FlatPiece]) -> Iterator[Entry]:
+def _split(kind: str, members: Mapping[str, Index], pieces: Sequence[Tensor]) -> Iterator[Entry]:
     ranks = len(pieces)
     expected = count_piece_elements(members, ranks)
     for number, piece in enumerate(pieces):
         if piece.numel != expected:
             raise CorruptError(
-                piece.file,
+                piece.storage.file,
                 f"rank {number} stores {piece.numel} elements of {kind} in a sub-group whose"
                 f" {len(members)} parameters take {expected} elements on each of {ranks} ranks",
                 MIXED,
             )
-    dtype = require_equal(f"the dtype of {kind}", {p.file: p.dtype for p in pieces})
-    files, offsets = tuple(p.file for p in pieces), tuple(p.byte_offset for p in pieces)
+    dtype = require_equal(f"the dtype of {kind}", {p.storage.file: p.dtype for p in pieces})
+    files, offsets = tuple(p.storage.file for p in pieces), tuple(p.byte_offset for p in pieces)
     locations, at = RankOffsets(files, offsets), 0  # bytes before the member in each piece
     for fqn, shape in members.items():
         yield Entry(fqn, kind, dtype, shape, EqualRuns(locations, dtype, shape, at))
@@ -124,7 +123,7 @@ def read_frozen(models: Sequence[ModelStates]) -> Iterator[Entry]:
     for fqn, shape in models[0].get_section("frozen_param_shapes").items():
         fragments = [model.get_section("frozen_param_fragments").get(fqn) for model in models]
         pieces = [
-            locate_piece(model.file, fragment)
+            require_raw(model.file, fragment)
             for model, fragment in zip(models, fragments, strict=True)
             if isinstance(fragment, Tensor)
         ]

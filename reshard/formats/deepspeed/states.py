@@ -13,7 +13,6 @@ from reshard.containers.torch_objects import Tensor, TorchFile
 from reshard.core import counts
 from reshard.core.box import Index
 from reshard.core.differences import describe_first
-from reshard.core.dtypes import DType
 from reshard.core.manifest import BUFFER, PARAM, Entry
 from reshard.core.schema import expect
 from reshard.errors import MIXED, OTHER_FILE, CorruptError, UnsupportedError
@@ -135,11 +134,8 @@ class ModelStates:
                 yield make_whole_entry(name, BUFFER if name in buffers else PARAM, tensor)
 
     def _are_both_empty(self, alias: str, kept: str) -> bool:
-        """Return whether two parameters that DeepSpeed lists as shared have no elements.
-
-        DeepSpeed 0.19.8 compares addresses (``_get_shared_params``), and all tensors without
-        elements have the same. At stage 3, which has placeholders, it compares its own numbers.
-        """
+        # DeepSpeed 0.19.8 compares addresses (``_get_shared_params``), and all tensors without
+        # elements have the same. At stage 3, which has placeholders, it compares its own numbers.
         stage = self.config.get("zero_optimization", {}).get("stage")
         tensors = (self.find_tensor(alias), self.find_tensor(kept))
         return stage != 3 and all(tensor is not None and not tensor.numel for tensor in tensors)
@@ -206,11 +202,7 @@ class OptimizerStates:
         return inner if isinstance(inner, dict) else {}
 
     def get_group_state(self, index: int) -> dict[str, Any]:
-        """Return the optimizer's state of one flat tensor, with values for bitsandbytes' codes.
-
-        Raises:
-            CorruptError: codes and scales do not fit together.
-        """
+        """Return the optimizer's state of one flat tensor, with values for bitsandbytes' codes."""
         if index not in self._decoded:  # several readers ask for it
             stored = self.optimizer.get("state", {}).get(index) or {}
             self._decoded[index] = moments.decode_state(flatten_state(stored))
@@ -292,29 +284,18 @@ def describe_lost_state(
     return lost
 
 
-@dataclass(frozen=True, slots=True)
-class FlatPiece:
-    """One rank's part of a flat tensor: contiguous elements in a file."""
-
-    file: str
-    byte_offset: int
-    numel: int
-    dtype: DType
-
-
-def locate_piece(file: TorchFile, tensor: Tensor) -> FlatPiece:
-    """Return where a flat tensor is in an opened file.
+def require_raw(file: TorchFile, tensor: Tensor) -> Tensor:
+    """Return one rank's part of a flat tensor, whose bytes are raw in an opened file.
 
     Raises:
-        UnsupportedError: it is a numpy array, whose bytes are not raw in the file.
+        UnsupportedError: it is a numpy array.
     """
-    storage = tensor.storage
-    if escaped.is_escaped(storage.file):
+    if escaped.is_escaped(tensor.storage.file):
         raise UnsupportedError(
             file.path,
             "contains a flat partition that is a numpy array, which reshard does not read",
         )
-    return FlatPiece(storage.file, tensor.byte_offset, tensor.numel, tensor.dtype)
+    return tensor
 
 
 def make_whole_entry(fqn: str, kind: str, tensor: Tensor) -> Entry:
@@ -359,12 +340,9 @@ def _is_wrapped(name: str) -> bool:
 
 
 def _find_dropped_prefix(first: ModelStates) -> str:
-    """Return the prefix that the listed names have and the module's do not; empty if there is none.
-
-    A model may save a part of itself without the part's name. The state dict of TRL 0.11's
-    ``AutoModelForCausalLMWithValueHead`` has ``model.norm.weight`` and ``v_head.summary.weight``;
-    its ``named_parameters``, which DeepSpeed lists, ``pretrained_model.model.norm.weight``.
-    """
+    # A model may save a part of itself without the part's name. The state dict of TRL 0.11's
+    # ``AutoModelForCausalLMWithValueHead`` has ``model.norm.weight`` and ``v_head.summary.weight``;
+    # its ``named_parameters``, which DeepSpeed lists, ``pretrained_model.model.norm.weight``.
     module = first.module
     declared = {unwrap_name(n, module): shape for n, shape in first.declared_names.items()}
     lacking = {name: shape for name, shape in declared.items() if name not in module}

@@ -67,7 +67,6 @@ def _replace_tensors(
 
 
 def _find_folder(location: Location, rank: int) -> Path:
-    """Return the directory of a rank's swap files, which may be missing."""
     name = f"rank{rank:02d}"
     offloaded = location.folders.get("offloaded_tensors")
     folder = offloaded.folders.get(name) if offloaded else None
@@ -109,11 +108,8 @@ def _list_tensors(
 
 
 def _sort_by_size(folder: Path, ids: list[tuple[int, int]]) -> list[tuple[int, int]]:
-    """Return the ids in the order of the sizes of their files.
-
-    Ids rise along one param group, but not from one group to the next. Padding does not change the
-    order of sizes, so different sizes show which file belongs to which sub-group.
-    """
+    # Ids rise along one param group, but not from one group to the next. Padding does not change
+    # the order of sizes, so different sizes show which file belongs to which sub-group.
     sizes = {pair: get_size(folder / f"{pair[0]}_{pair[1]}.tensor.swp") for pair in ids}
     if len(set(sizes.values())) < len(ids):
         raise UnsupportedError(

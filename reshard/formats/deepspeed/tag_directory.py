@@ -63,7 +63,7 @@ from reshard.quantised import moments
 from reshard.state_dict.plain_values import to_plain
 from reshard.system.paths import as_path
 from reshard.system.threads import map_files
-from reshard.units import some
+from reshard.units import abridge
 
 _LISTED = 4
 _SECOND = "zero_pp_rank_1_mp_rank_00_model_states.pt"
@@ -161,20 +161,14 @@ def _require_optimizer(files: RankFiles, first: ModelStates, world_size: int) ->
 
 
 def _is_weights_only(first: ModelStates) -> bool:
-    """Return whether reshard wrote these files without an optimizer.
-
-    Such files list parameters at stage 0 too, for a pipeline (`write.model_states`). In files
-    without reshard's stamp, the list is a sign that the optimizer's files are lost.
-    """
+    # Files of weights alone by reshard list parameters at stage 0 too, for a pipeline
+    # (`write.model_states`). In files without its stamp, the list is a sign that the optimizer's
+    # files are lost.
     return first.file.stamp is not None and get_zero_section(first.config).get("stage") == 0
 
 
 def check_models(models: Sequence[ModelStates]) -> None:
-    """Check that the data-parallel ranks' model states are of one save and one model.
-
-    Raises:
-        CorruptError: two ranks differ.
-    """
+    """Check that the data-parallel ranks' model states are of one save and one model."""
     # Compare what the files themselves state: `autoep` adds all ranks' experts to the first's list.
     stated = [ModelStates(model.file, model.file.root) for model in select_distinct(models)]
     for key in _OF_EVERY_MODEL:
@@ -199,17 +193,14 @@ def _check_ranks(ranks: Sequence[OptimizerStates], first: ModelStates) -> None:
 
 
 def _check_settings(models: Sequence[ModelStates], ranks: Sequence[OptimizerStates]) -> None:
-    """Check that all files state the settings of one run, as every file of a save has them.
-
-    At stage 3 no value is in two files, so settings can be the only evidence of another run.
-    Paths, logging and communication may differ between nodes, so they are not compared.
-    """
+    # At stage 3 no value is in two files, so settings can be the only evidence of another run.
+    # Paths, logging and communication may differ between nodes, so they are not compared.
     files = [model.file for model in select_distinct(models)]
     files += [rank.file for rank in select_distinct(ranks)]
     found = {file.path: file.root.get("ds_config") for file in files}
     configs = {path: config for path, config in found.items() if isinstance(config, dict)}
     for key in _SETTINGS:
-        stated = {path: to_plain(each[key]) for path, each in configs.items() if key in each}
+        stated = {path: to_plain(config[key]) for path, config in configs.items() if key in config}
         if stated:
             require_equal(f"{key} of ds_config", stated)
 
@@ -240,6 +231,8 @@ def _assemble(
         warnings += _warn_of_quantised(first)
     opened = [*(model.file for model in models), *layers, *(rank.file for rank in ranks)]
     without_frozen = _excludes_frozen(first, stage)
+    # TRL's model with a value head over PEFT saves the head alone, a view of all that are trained.
+    is_part = bool(module) and not {e.fqn for e in optimizer.entries} <= {e.fqn for e in module}
     return Manifest(
         origin=Origin(
             format="deepspeed",
@@ -251,7 +244,7 @@ def _assemble(
                 tensor.dtype for name, tensor in first.module.items() if name not in first.buffers
             ),
             zero_stage=stage,
-            padding=_PADDING.get(stage, "unknown"),
+            padding="unknown" if is_part and stage != 3 else _PADDING.get(stage, "unknown"),
             facts=FrameworkFacts(describes_model=True),
         ),
         entries=index_entries(entries),
@@ -268,7 +261,8 @@ def _assemble(
         absent=_find_absent(first, entries, tied, warnings, without_frozen=without_frozen),
         trained_dtypes={name: tensor.dtype for name, tensor in first.module.items()},
         wrapped_names=first.wrapped_names,
-        may_be_ddp=_is_of_lightning_1(first),
+        # Lightning 1 wraps the model as for DDP (1.7 ``overrides/base.py``).
+        may_be_ddp=str(first.root.get("pytorch-lightning_version", "")).startswith("1."),
         warnings=tuple(warnings),
         unread=first.unread,
         unnamed=optimizer.unnamed,
@@ -330,10 +324,8 @@ def _read_optimizer(first: ModelStates, ranks: Sequence[OptimizerStates]) -> Opt
 def _find_other_settings(
     rank: OptimizerStates, config: Mapping[str, Any], ranks: int
 ) -> Iterator[Claim]:
-    """Yield a claim for each setting of an optimizer's file that does not follow from the others.
-
-    ``ds_config`` and the loss scaler state the same; a script may set another clipping at run time.
-    """
+    # ``ds_config`` and the loss scaler state the same; a script may set another clipping at run
+    # time.
     expected = {
         "partition_count": ranks if rank.is_stage_3 else None,  # else of each group: `stage12`
         "zero_stage": get_zero_section(config).get("stage"),
@@ -385,19 +377,16 @@ def _excludes_frozen(first: ModelStates, stage: int) -> bool:
 def _read_module(
     models: Sequence[ModelStates], tied: Mapping[str, str], *, sharded: bool
 ) -> list[Entry]:
-    """Return the entries of the module.
-
-    At stage 3 they are the buffers, with each rank's copy as a replica, and the frozen parameters.
-    A module may save tensors that are neither, as bitsandbytes saves its scales: they are whole, as
-    buffers are.
-    """
+    # At stage 3: the buffers, with each rank's copy as a replica, and the frozen parameters. A
+    # module may save tensors that are neither, as bitsandbytes saves its scales: they are whole, as
+    # buffers are.
     entries = list(models[0].iterate_whole_tensors(tied))
     if not sharded:
         return [_add_frozen_copy(models[0], entry) for entry in entries]
     buffers, declared = [], models[0].declared_names
-    for each in entries:
-        is_other = each.fqn not in declared and each.numel > 0
-        entry = replace(each, kind=BUFFER) if is_other else each
+    for stored in entries:
+        is_other = stored.fqn not in declared and stored.numel > 0
+        entry = replace(stored, kind=BUFFER) if is_other else stored
         if entry.kind == BUFFER:
             copies = (model.find_tensor(entry.fqn) for model in models)
             chunks = tuple(tensor.chunk for tensor in copies if tensor is not None)
@@ -406,10 +395,8 @@ def _read_module(
 
 
 def _add_frozen_copy(model: ModelStates, entry: Entry) -> Entry:
-    """Return a frozen parameter with its second copy, which the file of stage 2 has, as a replica.
-
-    DeepSpeed 0.19.8 ``engine.py`` (``_get_zero_frozen_param_attributes``): usually one storage.
-    """
+    # Stage 2 stores frozen parameters a second time, usually in one storage (DeepSpeed 0.19.8
+    # ``engine.py``, ``_get_zero_frozen_param_attributes``).
     fragment = model.get_section("frozen_param_fragments").get(entry.fqn)
     shape = model.get_section("frozen_param_shapes").get(entry.fqn, entry.shape)
     held = model.find_tensor(entry.fqn)
@@ -428,13 +415,12 @@ def _add_frozen_copy(model: ModelStates, entry: Entry) -> Entry:
 
 
 def _warn_of_quantised(first: ModelStates) -> list[str]:
-    """Return a warning if frozen weights are saved as codes that nothing decodes."""
     names = [
         fqn for fqn in first.get_section("frozen_param_shapes") if stage3.is_quantised(first, fqn)
     ]
     text = (
         "zero_quantized_nontrainable_weights: DeepSpeed saves frozen weights as integers without"
-        f" their scales, so they are missing: {some(names, _LISTED)}"
+        f" their scales, so they are missing: {abridge(names, _LISTED)}"
     )
     return [text] if names else []
 
@@ -442,12 +428,8 @@ def _warn_of_quantised(first: ModelStates) -> list[str]:
 def _find_frozen(
     entries: Iterable[Entry], first: ModelStates, optimizer: OptimizerContent
 ) -> frozenset[str]:
-    """Return the parameters that no param group holds.
-
-    Empty parameters are never in a group, and are not frozen.
-    """
-    trained = {fqn for group in optimizer.train.param_groups for fqn in group.fqns}
-    trained |= {fqn for group in first.shapes for fqn in group}
+    # Empty parameters are never in a group, and are not frozen.
+    trained = optimizer.train.group_of.keys() | {fqn for group in first.shapes for fqn in group}
     if not trained:
         return frozenset()
     declared = first.get_section("frozen_param_shapes").items()
@@ -458,11 +440,6 @@ def _find_frozen(
     ) | frozenset(fqn for fqn, shape in declared if 0 not in shape)
 
 
-def _is_of_lightning_1(first: ModelStates) -> bool:
-    """Return whether Lightning wrapped the model as for DDP (1.7 ``overrides/base.py``)."""
-    return str(first.root.get("pytorch-lightning_version", "")).startswith("1.")
-
-
 def _find_absent(
     first: ModelStates,
     entries: Sequence[Entry],
@@ -471,7 +448,6 @@ def _find_absent(
     *,
     without_frozen: bool,
 ) -> tuple[str, ...]:
-    """Return the placeholders of stage 3 that nothing fills; none if a warning names them."""
     filled = {entry.fqn for entry in entries}
     absent = tuple(name for name in first.module if name not in filled and name not in tied)
     if absent and without_frozen:

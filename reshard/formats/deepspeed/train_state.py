@@ -116,11 +116,8 @@ def read_train_state(
 
 
 def _find_default_clip(root: Mapping[str, Any], config: Any) -> float | None:
-    """Return the norm to which a run clips whose configuration and optimizer state none.
-
-    Stage 3, and stage 0 in fp32, store none. Until 0.19.2 the default was not to clip
-    (``runtime/constants.py``, GRADIENT_CLIPPING_DEFAULT).
-    """
+    # Stage 3, and stage 0 in fp32, store none. Until 0.19.2 the default was not to clip
+    # (``runtime/constants.py``, GRADIENT_CLIPPING_DEFAULT).
     version = root.get("ds_version")
     if not isinstance(version, str) or is_older(version, (0, 19, 3)):
         return None
@@ -129,12 +126,10 @@ def _find_default_clip(root: Mapping[str, Any], config: Any) -> float | None:
 
 
 def _read_config(root: Mapping[str, Any]) -> Any:
-    """Read the configuration, with the global batch if sequence-parallel ranks change it.
-
-    If the program's ``mpu`` has only sequence-parallel ranks, DeepSpeed divides the number of ranks
-    by theirs, so its counter of samples is a float, and no key of the configuration may state their
-    number (0.19.8, runtime/config.py and runtime/engine.py). The counter then gives the batch.
-    """
+    # If the program's ``mpu`` has only sequence-parallel ranks, DeepSpeed divides the number of
+    # ranks by theirs, so its counter of samples is a float, and no key of the configuration may
+    # state their number (0.19.8, runtime/config.py and runtime/engine.py). The counter then gives
+    # the batch.
     config, samples, steps = (
         root.get(key) for key in ("ds_config", "global_samples", "global_steps")
     )
@@ -166,9 +161,6 @@ def join_groups(found: Mapping[str, Sequence[_StoredGroup]]) -> list[_StoredGrou
 
     Args:
         found: the groups in each file.
-
-    Raises:
-        CorruptError: two ranks have other groups or settings.
     """
     kinds = {
         path: [(list(hyper), members) for hyper, members in groups]
@@ -211,7 +203,6 @@ def name_members(optimizer: Mapping[str, Any], shapes: Shapes) -> list[ParamGrou
 
 
 def _read_groups(optimizer: Mapping[str, Any], count: int) -> list[_StoredGroup]:
-    """Return each group's hyper-parameters, and the indices of its flat tensors below a count."""
     return [
         (read_hyper(group), [index for index in group.get("params", []) if index < count])
         for group in optimizer.get("param_groups", [])

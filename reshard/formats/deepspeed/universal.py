@@ -18,9 +18,9 @@ from reshard.containers import torch_reader
 from reshard.containers.pickle_cache import PickleCache
 from reshard.containers.pickles import trust
 from reshard.containers.torch_objects import Tensor, TorchFile
-from reshard.core import dtypes
 from reshard.core.box import Index, whole
 from reshard.core.chunks import contiguous
+from reshard.core.dtypes import FLOAT32, DType
 from reshard.core.location import Location
 from reshard.core.manifest import (
     BUFFER,
@@ -97,7 +97,7 @@ def read(location: Location, rules: Path | None = None) -> Manifest:
             detail="layout-free",
             versions={"deepspeed": model.version},
             mesh={"world": model.data_ranks or 1},
-            precision=_find_precision(model),
+            precision=_find_precision(model.config).name,
             zero_stage=stage if isinstance(stage, int) and stage in range(4) else None,
             facts=FrameworkFacts(describes_model=True),
         ),
@@ -128,11 +128,7 @@ def _read_parameters(
     files: dict[str, TorchFile],
     fqns: Mapping[str, str],
 ) -> tuple[list[Entry], dict[str, float]]:
-    """Read all directories of parameters: return their entries and steps, and add their files.
-
-    Args:
-        fqns: the name that DeepSpeed lists -> fqn, where they differ.
-    """
+    """Read all directories of parameters: return their entries and steps, and add their files."""
     entries: list[Entry] = []
     steps: dict[str, float] = {}
     cache = PickleCache()
@@ -142,7 +138,7 @@ def _read_parameters(
         # A buffer or a frozen weight is also there, converted to float32; the module has it as is.
         if fqn in shapes or fqn not in module:
             trained.append((fqn, folder))
-    read = map_files(trained, lambda each: list(_read_folder(each[1], cache)))
+    read = map_files(trained, lambda item: list(_read_folder(item[1], cache)))
     for (fqn, _), content in zip(trained, read, strict=True):
         for kind, file, value in content:
             files[file.path] = file
@@ -156,11 +152,9 @@ def _read_parameters(
 
 
 def _open_models(location: Location) -> list[ModelStates]:
-    """Open the model states: at stages 0 to 2 of each model-parallel rank, at stage 3 of all ranks.
-
-    ds_to_universal copies those of its source. reshard writes both forms, of which the first has
-    the module's weights.
-    """
+    # At stages 0 to 2 these are of each model-parallel rank, at stage 3 of all ranks.
+    # ds_to_universal copies those of its source. reshard writes both forms, of which the first has
+    # the module's weights.
     paths = location.files.values()
     # Text does not order the ranks: the hundredth has three digits, those before it fewer.
     of_model_ranks = {
@@ -235,10 +229,7 @@ def _read_module(
     *,
     per_rank: bool,
 ) -> Iterator[Entry]:
-    """Yield buffers, and parameters that are not in the optimizer: only the module has them.
-
-    A tied module is on two stages of a pipeline, with its buffers: their values are replicas.
-    """
+    # A tied module is on two stages of a pipeline, with its buffers: their values are replicas.
     buffers: dict[Key, Entry] = {}
     for start in range(0, ranks.tensor * ranks.pipeline, ranks.tensor):
         stage = models[start : start + ranks.tensor]
@@ -257,7 +248,6 @@ def _read_module(
 
 
 def _read_optimizer(location: Location, files: dict[str, TorchFile]) -> dict[str, Any]:
-    """Read ``optimizer_state.pt`` and add it to the opened files; empty if it is missing."""
     path = location.folders["zero"].files.get("optimizer_state.pt")
     if path is None:
         return {}
@@ -271,10 +261,7 @@ def _read_optimizer(location: Location, files: dict[str, TorchFile]) -> dict[str
 def _read_common_step(
     root: Mapping[str, Any], files: Mapping[str, TorchFile], fqns: Iterable[str]
 ) -> dict[str, float]:
-    """Read the step of all parameters.
-
-    From stage 3, ds_to_universal writes one step, in the state of the first flat tensor.
-    """
+    # From stage 3, ds_to_universal writes one step, in the state of the first flat tensor.
     state = root.get("optimizer_state_dict", root).get("state", {})
     step = state.get(0, {}).get("step")
     if isinstance(step, Tensor):
@@ -282,12 +269,8 @@ def _read_common_step(
     return dict.fromkeys(fqns, float(step)) if isinstance(step, (int, float)) else {}
 
 
-def _find_precision(model: ModelStates) -> str:
-    """Return the dtype in which the run computed, as its configuration states it."""
-    for key, name in (("bf16", "bfloat16"), ("bfloat16", "bfloat16"), ("fp16", "float16")):
-        if order.get_section(model.config, key).get("enabled") is True:
-            return name
-    return "float32"
+def _find_precision(config: Any) -> DType:
+    return order.find_16_bit_precision(config) or FLOAT32
 
 
 def _list_warnings(model: ModelStates) -> Iterator[str]:
@@ -295,7 +278,7 @@ def _list_warnings(model: ModelStates) -> Iterator[str]:
         yield "the model states contain no module (pipeline): buffers and tied names are not known"
     config, ranks = model.config, model.data_ranks or 1
     stage = order.get_zero_section(config).get("stage", 0)
-    if ranks > 1 and order.uses_round_robin(config, stage, dtypes.parse(_find_precision(model))):
+    if ranks > 1 and order.uses_round_robin(config, stage, _find_precision(config)):
         yield (
             "converted from a run with round_robin_gradients: DeepSpeed's converter (0.12 to 0.19"
             " at least) stores the values of most parameters under wrong names; read the run"

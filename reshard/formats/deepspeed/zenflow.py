@@ -1,4 +1,4 @@
-"""Runs with ZenFlow, which updates selected columns in the 16-bit weights alone.
+"""ZenFlow updates selected columns in the 16-bit weights alone.
 
 The model computes with them, and ``sync_fp32_param_from_gpu`` overwrites all masters with them at
 each selection. Source: DeepSpeed 0.19.8 ``runtime/zenflow/zenflow_stage_1_and_2.py``.

@@ -123,7 +123,6 @@ def lay_out_fsdp1_sharded(
 def _build_raw_optimizer(
     state: WritableState, model: ModelShapes, flats: Sequence[Flat], compute: DType | None
 ) -> FlatOptimizer | OrigOptimizer:
-    """Return the raw optimizer of either setting of ``use_orig_params``."""
     if compute is None:
         return FlatOptimizer(state, model, flats)
     return OrigOptimizer(state, model, flats, compute)

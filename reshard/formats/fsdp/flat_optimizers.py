@@ -6,7 +6,7 @@ from collections.abc import Collection, Container, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from reshard.containers.torch_writer import Slot, Storage, build_whole_tensor
+from reshard.containers.torch_writer import Storage, StorageView, build_whole_tensor
 from reshard.core.dtypes import DType
 from reshard.core.manifest import Entry
 from reshard.errors import UnsupportedError
@@ -28,7 +28,6 @@ _REMEDY = "write DCP or whole files"
 
 
 def _build_optimizer(state: WritableState) -> dict[str, Any]:
-    """Build the optimizer's state dict by fqn; refuse state that flat parameters cannot hold."""
     why = "a flat parameter cannot store it"
     refuse_non_elementwise_slots(state, why, _REMEDY, placed=state.scalars)
     return torch_state_dict.build_optimizer(state, "fqn")  # refuses a state that lacks a part
@@ -45,7 +44,7 @@ class _FlatState:
 
     flat: Flat
     slots: Mapping[str, tuple[DType, tuple[tuple[int, Entry], ...]]] = field(default_factory=dict)
-    scalars: Mapping[str, Slot] = field(default_factory=dict)
+    scalars: Mapping[str, StorageView] = field(default_factory=dict)
     step: float | None = None
     non_tensors: Mapping[str, Any] = field(default_factory=dict)
 
@@ -54,20 +53,17 @@ class _FlatState:
         return self.flat.key
 
     def build_rank(self, rank: int, ranks: int) -> dict[str, Any]:
-        """Return a rank's pieces, padded with zeros to equal length."""
         start, stop = compute_equal_piece(self.flat.numel, ranks, rank)
         size = -(-self.flat.numel // ranks)
         slots = _build_step(self.step, self.slots)
         for name, (dtype, entries) in self.slots.items():
             storage = Storage(dtype, size, tuple(iterate_run(entries, start, stop)))
-            slots[name] = Slot(storage, (size,))
+            slots[name] = StorageView(storage, (size,))
         return nested_slots.unflatten({**slots, **self.scalars, **self.non_tensors})
 
 
 @dataclass(frozen=True, slots=True)
 class _WholeState:
-    """The optimizer's state of a parameter that FSDP ignores, which every rank has whole."""
-
     key: str
     slots: Mapping[str, Any]
 
@@ -81,7 +77,6 @@ _FlatGroup = tuple[dict[str, Any], list[_FlatState | _WholeState]]
 def _build_flat_groups(
     state: WritableState, model: ModelShapes, flats: Sequence[Flat]
 ) -> list[_FlatGroup]:
-    """Return hyper-parameters and the optimizer's parameters of each group, in FSDP's order."""
     optimizer = _build_optimizer(state)
     group_of = {
         member.fqn: (number, member)
@@ -101,7 +96,7 @@ def _build_flat_groups(
                 groups[group_of[fqn][0]][1].append(_WholeState(owner, slots))
             continue
         owners = [group_of.get(weight.fqn) for _, weight in owner.members]
-        owned = [each for each in owners if each is not None]
+        owned = [owner for owner in owners if owner is not None]
         if not owned:
             continue
         numbers = {number for number, _ in owned}
@@ -116,7 +111,6 @@ def _build_flat_groups(
 def _sort_owners(
     model: ModelShapes, flats: Sequence[Flat], ignored: Container[str]
 ) -> list[Flat | str]:
-    """Return the flat parameters, and the ignored ones by name, in the order of FSDP's model."""
     numbers = {fqn: number for number, fqn in enumerate(model.parameters)}
     alone = [(float(number), fqn) for fqn, number in numbers.items() if fqn in ignored]
     if not alone:
@@ -124,11 +118,11 @@ def _sort_owners(
     placed: list[tuple[float, Flat | str]] = [
         (flat_params.find_place(flat.unit.prefix, ignored, numbers), flat) for flat in flats
     ]
-    return [owner for _, owner in sorted([*placed, *alone], key=lambda each: each[0])]
+    return [owner for _, owner in sorted([*placed, *alone], key=lambda pair: pair[0])]
 
 
 def _refuse_unit(flat: Flat, owners: Sequence[tuple[int, TrainedParameter] | None]) -> None:
-    numbers = [None if each is None else each[0] for each in owners]
+    numbers = [None if owner is None else owner[0] for owner in owners]
     at = next(i for i, number in enumerate(numbers) if number != numbers[0])
     first, other = (flat.members[i][1].fqn for i in (0, at))
     raise UnsupportedError(
@@ -182,11 +176,8 @@ def _build_flat_state(
     return _FlatState(flat, slots, scalars, first.step, non_tensors[first.fqn])
 
 
-def _build_scalars(unit: str, stepped: Sequence[TrainedParameter]) -> dict[str, Slot]:
-    """Return the 0-d values of a flat parameter, which all its members must have alike.
-
-    torch 2.13 ``distributed/fsdp/_optim_utils.py`` (``_flatten_zero_dim_tensor_optim_state``).
-    """
+def _build_scalars(unit: str, stepped: Sequence[TrainedParameter]) -> dict[str, StorageView]:
+    # torch 2.13 ``distributed/fsdp/_optim_utils.py`` (``_flatten_zero_dim_tensor_optim_state``).
     why = "a flat parameter has one value for all its members"
     scalars = build_shared_scalars(stepped, why, _REMEDY)
     for name in scalars:
@@ -207,7 +198,7 @@ class FlatOptimizer:
     def build_rank(self, rank: int, ranks: int) -> dict[str, Any]:
         """Return the optimizer of one rank."""
         groups = (
-            (hyper, [(each.key, each.build_rank(rank, ranks)) for each in states])
+            (hyper, [(state.key, state.build_rank(rank, ranks)) for state in states])
             for hyper, states in self._groups
         )
         return torch_state_dict.assemble_optimizer(groups, named=False)
@@ -239,8 +230,8 @@ class OrigOptimizer:
             (
                 hyper,
                 [
-                    (each.fqn, self._slice_member(each, runs.get(each.fqn), ranks))
-                    for each in members
+                    (member.fqn, self._slice_member(member, runs.get(member.fqn), ranks))
+                    for member in members
                 ],
             )
             for hyper, members in self._groups
@@ -250,11 +241,7 @@ class OrigOptimizer:
     def _slice_member(
         self, member: TrainedParameter, span: tuple[int, int] | None, ranks: int
     ) -> dict[str, Any]:
-        """Return a rank's slices; a single rank has whole tensors (FSDP 1 is NO_SHARD there).
-
-        Args:
-            span: the elements that the rank has; None for all, of a parameter that FSDP ignores.
-        """
+        """Return a rank's slices; a single rank has whole tensors (FSDP 1 is NO_SHARD there)."""
         start, stop = span or (0, member.weight.value.numel)
         if start >= stop:
             return {}
@@ -265,7 +252,7 @@ class OrigOptimizer:
                 continue
             parts = tuple(iterate_run([(0, entry)], start, stop))
             shape = entry.shape if ranks == 1 or span is None else (stop - start,)
-            slots[name] = Slot(Storage(entry.dtype, stop - start, parts), shape)
+            slots[name] = StorageView(Storage(entry.dtype, stop - start, parts), shape)
         return nested_slots.unflatten(
             {**slots, **torch_state_dict.get_non_tensor_state(self._state, member)}
         )
@@ -282,7 +269,7 @@ class OrigOptimizer:
         return runs
 
 
-def _build_step(step: float | None, slots: Collection[str]) -> dict[str, Slot | int]:
+def _build_step(step: float | None, slots: Collection[str]) -> dict[str, StorageView | int]:
     if step is None:
         return {}
     counter = torch_state_dict.build_counter(step, slots)

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from reshard.containers.pickles.values import Call
-from reshard.containers.torch_writer import Part, Slot, Storage
+from reshard.containers.torch_writer import Storage, StorageBlock, StorageView
 from reshard.core.box import flat_span, run_boxes
 from reshard.core.dtypes import DType
 from reshard.core.manifest import Entry
@@ -47,14 +47,16 @@ class Flat:
             ranks=ranks,
         )
 
-    def build_views(self, compute: DType, rank: int, ranks: int) -> tuple[Call, dict[str, Slot]]:
+    def build_views(
+        self, compute: DType, rank: int, ranks: int
+    ) -> tuple[Call, dict[str, StorageView]]:
         """Return a rank's piece with ``use_orig_params=True``, and the members' slices of it.
 
         Padding counts as elements of the flat parameter, and a slice is a view of the piece: torch
         2.13 ``_flat_param.py`` (``_use_sharded_views``).
         """
         starts, numel = self.place_aligned(compute, ranks)
-        pieces = [compute_equal_piece(numel, ranks, each) for each in range(ranks)]
+        pieces = [compute_equal_piece(numel, ranks, number) for number in range(ranks)]
         low, high = pieces[rank]
         entries = [(starts[weight.fqn], weight.value) for _, weight in self.members]
         storage = Storage(self.dtype, high - low, tuple(iterate_run(entries, low, high)))
@@ -62,30 +64,32 @@ class Flat:
         for name, (at, entry) in zip(self.unit.members, entries, strict=True):
             start, stop = max(at, low), min(at + entry.numel, high)
             slices[name] = (
-                Slot(storage, (stop - start,), offset=start - low)
+                StorageView(storage, (stop - start,), offset=start - low)
                 if start < stop
-                else Slot(Storage(self.dtype, 0), (0,))
+                else StorageView(Storage(self.dtype, 0), (0,))
             )
-        local = Slot(storage, (high - low,))
+        local = StorageView(storage, (high - low,))
         return build_sharded_tensor(self.dtype, numel, local, rank, pieces), slices
 
     def build_shard(self, rank: int, ranks: int) -> Call:
         """Return a rank's piece of the flat parameter, without padding."""
-        pieces = [compute_equal_piece(self.numel, ranks, each) for each in range(ranks)]
+        pieces = [compute_equal_piece(self.numel, ranks, number) for number in range(ranks)]
         start, stop = pieces[rank]
         entries = [(at, weight.value) for at, weight in self.members]
         storage = Storage(self.dtype, stop - start, tuple(iterate_run(entries, start, stop)))
-        local = Slot(storage, (stop - start,)) if start < stop else None
+        local = StorageView(storage, (stop - start,)) if start < stop else None
         return build_sharded_tensor(self.dtype, self.numel, local, rank, pieces)
 
 
-def iterate_run(entries: Sequence[tuple[int, Entry]], start: int, stop: int) -> Iterator[Part]:
+def iterate_run(
+    entries: Sequence[tuple[int, Entry]], start: int, stop: int
+) -> Iterator[StorageBlock]:
     """Yield what fills the run ``[start, stop)`` of a flat tensor of entries."""
     for at, entry in entries:
         first, last = max(at, start), min(at + entry.numel, stop)
         for box in run_boxes(entry.shape, first - at, last - at):
             offset = flat_span(box, entry.shape)[0] + at - start
-            yield Part(entry.kind, entry.fqn, entry.shape, box, offset)
+            yield StorageBlock(entry.kind, entry.fqn, entry.shape, box, offset)
 
 
 def exclude_ignored(state: WritableState, model: ModelShapes) -> ModelShapes:
@@ -163,11 +167,10 @@ def _find_weight(
 
 
 def _choose_dtype(members: Sequence[Weight], dtype: DType | None) -> DType:
-    """Return the dtype of a flat parameter, which can hold that of each member."""
     dtypes = [torch_state_dict.choose_weight_dtype(weight, dtype) for weight in members]
-    widest = max(dtypes, key=lambda each: each.itemsize)
+    widest = max(dtypes, key=lambda own: own.itemsize)
     # A narrower float fits into a wider one; float16 and bfloat16 do not fit into each other.
-    are_floats = all(each.family == "float" for each in dtypes)
+    are_floats = all(own.family == "float" for own in dtypes)
     fits = are_floats and all(d == widest or d.itemsize < widest.itemsize for d in dtypes)
     if not fits and len(set(dtypes)) > 1:
         number, other = next((n, d) for n, d in enumerate(dtypes) if d != dtypes[0])
@@ -180,7 +183,6 @@ def _choose_dtype(members: Sequence[Weight], dtype: DType | None) -> DType:
 
 
 def _refuse_unknown_weights(state: WritableState, model: ModelShapes) -> None:
-    """Refuse weights that the model lacks, which would be lost."""
     known = model.parameters.keys() | model.buffers.keys() | model.tied.keys()
     for weight in state.weights:
         aliases = {alias for alias, kept in state.manifest.tied.items() if kept == weight.fqn}

@@ -34,6 +34,7 @@ from reshard.state_dict import torch_state_dict
 from reshard.state_dict.sections import TRAIN_STATE
 from reshard.state_dict.slots import RankFileLayouts, WholeSlots
 from reshard.state_dict.torch_state_dict import Value
+from reshard.training import schedules
 from reshard.training.state import WritableState, refuse_non_elementwise_slots
 
 
@@ -191,8 +192,9 @@ def lay_out_extras(
         yield torch_writer.lay_out_object(naming.train_state, extra, stamp=stamp)
     if naming.extra_state and not weights_only:
         name = naming.extra_state.format(rank=rank, world=world)
-        scheduler = {"lr_scheduler": extra.get("scheduler")}
-        yield torch_writer.lay_out_object(name, scheduler, stamp=state.stamp(name, rank, world))
+        scheduler = extra.get("scheduler")
+        root = {"lr_scheduler": None if schedules.is_deepspeeds(scheduler) else scheduler}
+        yield torch_writer.lay_out_object(name, root, stamp=state.stamp(name, rank, world))
     if naming.about and rank == 0:
         text = json.dumps({"FSDP_version": version, "world_size": world}, indent=4)
         yield skeletons.lay_out_bytes(naming.about, text.encode())

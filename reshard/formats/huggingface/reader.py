@@ -46,7 +46,7 @@ from reshard.quantised.scale_names import find_precision
 from reshard.quantised.statement import find_statement
 from reshard.system.files import read_small_file
 from reshard.system.threads import map_files
-from reshard.units import some
+from reshard.units import abridge
 
 OTHERS = "also contains other weights, which were not read: {}"
 
@@ -68,7 +68,7 @@ def read(location: Location, rules: Path | None = None) -> Manifest:
     manifest = replace(manifest, warnings=(*manifest.warnings, *notes))
     others = list_other_weights(location, {Path(path).name for path in manifest.files})
     if others and not location.chosen:
-        text = OTHERS.format(some(others))
+        text = OTHERS.format(abridge(others))
         manifest = replace(manifest, warnings=(*manifest.warnings, text))
     return manifest
 
@@ -209,7 +209,7 @@ def _read_torch_shard(path: Path) -> tuple[list[Entry], SourceFile, set[str]]:
     file = torch_reader.read(path)
     state = sections.find(tree.convert_file(file), str(path)).model
     entries = [
-        Entry(name, PARAM, tensor.dtype, tensor.shape, tensor.chunks)
+        tensor.make_entry(name, PARAM)
         for name, leaf in state.items()
         if (tensor := tree.as_global(leaf))
     ]

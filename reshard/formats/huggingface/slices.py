@@ -18,7 +18,7 @@ from reshard.core.location import list_missing_ranks, name_missing
 from reshard.core.manifest import Manifest
 from reshard.errors import FETCH_MISSING, IncompleteError, ReshardError
 from reshard.system.threads import map_files
-from reshard.units import some
+from reshard.units import abridge
 
 if TYPE_CHECKING:  # loaded late: most models are read without rules
     from reshard.layouts.model_parallel.rules import Table
@@ -92,7 +92,7 @@ def join_slices(slices: Mapping[int, Path], ranks: Sequence[Manifest], table: Ta
 
 def describe_slices(path: Path, slices: Mapping[int, Path]) -> str:
     """Return the note that a file was read alone although others have the same tensors."""
-    names = some(sorted(p.name for p in slices.values() if p != path))
+    names = abridge(sorted(p.name for p in slices.values() if p != path))
     return (
         f"{path.name} was read alone, but {names} beside it"
         f" {'has' if len(slices) == 2 else 'have'} the same tensor names: if they are the slices"

@@ -228,7 +228,6 @@ class Arguments:
         return next((at for at, stage in stages if _MTP in stage), chunks - 1)
 
     def _list_stated_layers(self) -> list[str]:
-        """Return the letters of the layers of each chunk, if a layout states them; else nothing."""
         layout = self.values.get(_LAYOUT)
         if isinstance(layout, Call):
             layout = layout.get("input_data")
@@ -237,7 +236,6 @@ class Arguments:
         return _parse_layout(self.source, layout) if layout else []
 
     def _list_segments(self) -> list[str]:
-        """Return the letters of the layers of each chunk of a hybrid model, if they are stated."""
         segments = split_pattern(self.values.get(PATTERN))[0].split(BAR)
         return segments if len(segments) > 1 and self.pp > 1 else []
 
@@ -265,13 +263,10 @@ class Arguments:
 
         Source: ``core/parallel_state.py`` (initialize_model_parallel).
         """
-        if self.flag("use_tp_pp_dp_mapping"):
-            pp = rank // self.tp % self.pp
-            rank = rank % self.tp + rank // (self.tp * self.pp) * self.tp
-        else:
-            stage = max(self.world // self.pp, 1)
-            pp, rank = rank // stage, rank % stage
-        return rank % self.tp, pp, rank // self.etp % self.ep
+        # Data-parallel ranks vary before the stage does, or, with this flag, after it.
+        last = self.flag("use_tp_pp_dp_mapping")
+        stage = self.tp * self.cp if last else max(self.world // self.pp, 1)
+        return rank % self.tp, rank // stage % self.pp, rank // self.etp % self.ep
 
     def make_mesh(self) -> dict[str, int]:
         """Return the grid as the origin of a manifest states it."""
@@ -327,7 +322,7 @@ def numbers_layers(args: Mapping[str, Any]) -> bool:
         has_own_configs(args)
         or is_hybrid(args)
         or args.get("hetereogenous_dist_checkpoint") is True  # sic: Megatron's spelling
-        or any(isinstance(each, list) or (type(each) is int and each > 1) for each in patterns)
+        or any(isinstance(freq, list) or (type(freq) is int and freq > 1) for freq in patterns)
     )
 
 
@@ -351,10 +346,7 @@ def parse(value: Any, source: str) -> Arguments:
 
 
 def _parse_layout(source: str, layout: Any) -> list[str]:
-    """Return the letters of the layers of each stage of a layout.
-
-    A layout is text like ``Et|(tt|)*3tL``, or lists of names.
-    """
+    # A layout is text like ``Et|(tt|)*3tL``, or lists of names.
     if isinstance(layout, str):
         text = layout.replace(",", "")
         # A short text can stand for a huge layout, so the size is checked before each expansion.

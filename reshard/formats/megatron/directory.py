@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from reshard.core.location import Location
 from reshard.errors import FETCH_MISSING, IncompleteError, StaleError, UnsupportedError, UsageError
 from reshard.system.files import MAX_POINTER, SourceFiles, read_small_file
-from reshard.units import some
+from reshard.units import abridge
 
 if TYPE_CHECKING:
     from reshard.formats.megatron.arguments import Arguments
@@ -105,7 +105,6 @@ def is_fsdp(location: Location) -> bool:
 
 
 def _contains(pool: SourceFiles, path: str, size: int, words: Sequence[bytes]) -> bool:
-    """Return whether the first 64 MiB of a file contain all of these words."""
     overlap = max(map(len, words)) - 1
     missing = set(words)
     for start in range(0, min(size, _MAX_SEARCHED), _BLOCK):
@@ -248,7 +247,7 @@ def find_ranks(location: Location, args: Arguments) -> dict[GridPosition, Locati
     if lost:
         raise IncompleteError(
             location,
-            f"lacks the weights of {some(lost, _LISTED)}: of the {args.tp} ranks that share each"
+            f"lacks the weights of {abridge(lost, _LISTED)}: of the {args.tp} ranks that share each"
             f" layer, Megatron-core before 0.18 saves only {args.etp * args.ep}, which have all"
             " experts (expert tensor x expert parallel size)",
             "save with --ckpt-format torch_dist, as no file has these weights; if a later version"
@@ -262,14 +261,14 @@ def find_ranks(location: Location, args: Arguments) -> dict[GridPosition, Locati
         raise IncompleteError(
             location,
             f"was saved with {grid}: expected {len(expected)} folders mp_rank_*;"
-            f" {some(missing, _LISTED)} {'is' if len(missing) == 1 else 'are'} missing",
+            f" {abridge(missing, _LISTED)} {'is' if len(missing) == 1 else 'are'} missing",
             FETCH_MISSING,
         )
     extra = [name for name in folders if name not in known]
     if extra:
         raise StaleError(
             location,
-            f"was saved with {grid}, but also contains {some(extra, _LISTED)}, left over from"
+            f"was saved with {grid}, but also contains {abridge(extra, _LISTED)}, left over from"
             " another run",
             "if the other folders are the run that you want, move these away",
         )
@@ -292,7 +291,6 @@ def _has_model(folder: Location | None) -> bool:
 
 
 def _name_positions(args: Arguments, ranks: int) -> dict[str, GridPosition]:
-    """Return the positions of this many ranks of each pipeline stage, by name of their folder."""
     return {
         GridPosition(pp, ep, tp).name_folder(pp=args.pp, ep=args.ep): GridPosition(pp, ep, tp)
         for pp in range(args.pp)
@@ -316,19 +314,13 @@ def list_saving_ranks(args: Arguments) -> list[tuple[int, int]]:
 
 
 def _count_savers(args: Arguments) -> int:
-    """Return how many ranks of a stage save: those with the first copy of a layer or of experts.
-
-    Megatron-LM before core_v0.18.0 saves only the ranks with the first copy of experts
-    (save_checkpoint), and needs the folders of all ranks to load.
-    """
+    # Megatron-LM before core_v0.18.0 saves only the ranks with the first copy of experts
+    # (save_checkpoint), and needs the folders of all ranks to load.
     return max(args.tp, args.etp * args.ep)
 
 
 def _list_positions(args: Arguments, ranks: int) -> list[tuple[int, int]]:
-    """Return the (tensor, expert) ranks of this many ranks of a pipeline stage.
-
-    Dense layers are assigned to ranks as tp-cp-dp, experts as etp-ep-edp
-    (``core/parallel_state.py``).
-    """
+    # Dense layers are assigned to ranks as tp-cp-dp, experts as etp-ep-edp
+    # (``core/parallel_state.py``).
     found = {(r % args.tp, r // args.etp % args.ep) for r in range(ranks)}
     return sorted(found, key=lambda position: (position[1], position[0]))

@@ -56,6 +56,7 @@ from reshard.formats.megatron.optimizers import dist_flat, flat_buffers, rank_op
 from reshard.formats.megatron.optimizers.dist_flat import CHAIN
 from reshard.formats.megatron.optimizers.rank_optimizer import RankParam
 from reshard.formats.megatron.stated import compare_model
+from reshard.layouts.model_parallel.adapters import restore_rows
 from reshard.layouts.model_parallel.moves import take_slice
 from reshard.layouts.model_parallel.rules import Table
 from reshard.state_dict import tree
@@ -100,8 +101,9 @@ def read(location: Location, table: Table) -> Manifest:
     args = saved_args if saved_args.values else _read_verl_args(location, of_model, exported)
     layer_notes: list[str] = []
     if args.values:
-        fqns = {_name_first_layer(key) for key in of_model}
+        fqns = {(names.parse_stacked(key) or key).replace("{}", "0", 1) for key in of_model}
         args, layer_notes = inferred.infer_layers(args, table, fqns, objects, in_dist=True)
+        args = inferred.infer_gated_adapters(args, of_model)
     keys = _KeyReader(table, args)
     weights = _read_weights(keys, of_model, exported)
     # A parameter with two names is stored twice, and its states under one of these names.
@@ -167,17 +169,11 @@ def read(location: Location, table: Table) -> Manifest:
     return replace(manifest, origin=train.make_origin(location, args, form, manifest))
 
 
-def _name_first_layer(key: str) -> str:
-    return (names.parse_stacked(key) or key).replace("{}", "0", 1)
-
-
 def _read_verl_args(
     location: Location, of_model: Collection[str], exported: Manifest | None
 ) -> Arguments:
-    """Return how verl's ranks divide the model, as arguments.
-
-    They do not describe the model, so they are not among the arguments that the source states.
-    """
+    # These arguments do not describe the model, so they are not among the arguments that the source
+    # states.
     fqns = {entry.fqn for entry in exported.entries.values()} if exported else of_model
     stated = verl.read_grid(verl.find_root(location), is_tied=names.OUTPUT not in fqns)
     return arguments.parse(stated, str(location))
@@ -186,7 +182,6 @@ def _read_verl_args(
 def _read_weights(
     keys: _KeyReader, of_model: Mapping[str, GlobalTensor], exported: Manifest | None
 ) -> list[Entry]:
-    """Return the weights: those under Megatron's keys, or of the model that verl exported."""
     weights = [*keys.respell(exported.entries.values())] if exported else []
     weights += [
         replace(entry, kind=BUFFER if names.is_buffer(entry.fqn) else PARAM)
@@ -208,11 +203,6 @@ def _read_slots(keys: _KeyReader, stored: Mapping[str, GlobalTensor]) -> list[En
 def _read_buffers(
     location: Location, buffers: dist_flat.FlatBuffers, *, is_exported: bool
 ) -> tuple[list[Entry], UnnamedOptimizer | None]:
-    """Return the states in flat buffers; or none, and why they are left out.
-
-    Args:
-        is_exported: whether verl saved the weights as a Hugging Face model.
-    """
     problem = buffers.find_problem()
     if problem:
         return [], UnnamedOptimizer(problem, advice=_ADVICE_RESHARDABLE)
@@ -239,12 +229,7 @@ def _add_claims(
     args: Arguments,
     whole: Mapping[tuple[str, str], Entry],
 ) -> dict[str, SourceFile]:
-    """Return the files, with what common.pt and ``.metadata`` both state.
-
-    Args:
-        args: the arguments in common.pt.
-        whole: the model's tensors.
-    """
+    """Return the files, with what common.pt and ``.metadata`` both state."""
     path = location.files.get(directory.COMMON)
     if path is None or str(path) not in loaded.files:
         return loaded.files
@@ -273,14 +258,10 @@ _ARGS = "its args"
 
 
 def _compare_places(place: str, step: Any, args: Arguments) -> Iterator[_Pair]:
-    """Yield the iteration and the run's directory: Megatron names each directory after both.
-
-    DCP keeps the name of the directory that it saves to. Those of other checkpoints than the
-    regular ones (--non-persistent-ckpt-type) may be elsewhere.
-
-    Source: Megatron-LM core_v0.16.1 ``megatron/training/checkpointing.py`` (get_checkpoint_name),
-    torch 2.13 ``distributed/checkpoint/filesystem.py`` (``storage_meta``).
-    """
+    # DCP keeps the name of the directory that it saves to. Those of other checkpoints than the
+    # regular ones (--non-persistent-ckpt-type) may be elsewhere. Source: Megatron-LM core_v0.16.1
+    # ``megatron/training/checkpointing.py`` (get_checkpoint_name), torch 2.13
+    # ``distributed/checkpoint/filesystem.py`` (``storage_meta``).
     named, evidence = directory.parse_iteration(place), "the directory that it was saved to"
     if named is None:
         return
@@ -306,10 +287,7 @@ def _compare_model(args: Arguments, whole: Mapping[tuple[str, str], Entry]) -> I
 
 
 def _compare_grids(root: Mapping[str, Any], args: Arguments) -> Iterator[_Pair]:
-    """Yield the numbers of stages and of tensor-parallel ranks, by which random states are kept.
-
-    Source: ``megatron/training/checkpointing.py`` (get_rng_state).
-    """
+    # Source: ``megatron/training/checkpointing.py`` (get_rng_state).
     sizes = next(filter(None, map(_RANDOM.fullmatch, root)), None)
     if sizes is not None and {"pipeline_model_parallel_size"} <= args.values.keys():
         own = f"pp {args.pp}, tp {args.tp}"
@@ -319,7 +297,6 @@ def _compare_grids(root: Mapping[str, Any], args: Arguments) -> Iterator[_Pair]:
 def _check_shapes(
     location: Location, weights: Mapping[tuple[str, str], Entry], slots: Iterable[Entry]
 ) -> None:
-    """Compare the slots of an optimizer with weights that another format has."""
     for slot in slots:
         weight = weights.get((PARAM, slot.fqn))
         if weight is not None and weight.shape != slot.shape:
@@ -332,7 +309,7 @@ def _check_shapes(
 
 
 def _strip_prefix(root: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the keys as Megatron-LM has them; NeMo 2 puts ``module.`` before parameters' keys."""
+    # NeMo 2 puts ``module.`` before parameters' keys.
     named = [k for k, v in root.items() if isinstance(v, GlobalTensor) and not CHAIN.fullmatch(k)]
     if not named or not all(key.startswith(_NEMO) for key in named):
         return root
@@ -371,10 +348,7 @@ def _join_gated(stored: Mapping[str, GlobalTensor]) -> dict[str, GlobalTensor]:
 
 
 def _join_segments(stored: Mapping[str, GlobalTensor], table: Table) -> dict[str, GlobalTensor]:
-    """Return tensors with the segments of a fused parameter joined, which torch_dist has apart.
-
-    Source: ``core/ssm/mamba_mixer.py`` and ``gated_delta_net.py`` (``_split_tensor_factory``).
-    """
+    # Source: ``core/ssm/mamba_mixer.py`` and ``gated_delta_net.py`` (``_split_tensor_factory``).
     joined: dict[str, GlobalTensor] = {}
     for key, tensor in stored.items():
         base, _, last = key.rpartition(".")
@@ -422,7 +396,6 @@ def _read_files(location: Location) -> tuple[ParsedTree, dict[str, Any]]:
 def _read_common(
     location: Location, objects: Mapping[str, list[Any]]
 ) -> tuple[dict[str, Any], list[TorchFile]]:
-    """Return what all ranks share (arguments, counters, groups), and its file if it has one."""
     path = location.files.get(directory.COMMON)
     if path is not None:
         file = torch_reader.read(path)
@@ -442,10 +415,7 @@ def _read_common(
 
 
 def _convert_nemo(root: dict[str, Any]) -> dict[str, Any]:
-    """Return the values of NeMo 2 as Megatron's.
-
-    NeMo 2 has Lightning's list of one optimizer, and another name for the step.
-    """
+    # NeMo 2 has Lightning's list of one optimizer, and another name for the step.
     one = root.get("optimizer")
     if isinstance(one, list) and len(one) == 1:
         root = {**root, "optimizer": one[0]}
@@ -457,11 +427,8 @@ def _convert_nemo(root: dict[str, Any]) -> dict[str, Any]:
 
 
 def _add_sharding_type(root: dict[str, Any]) -> dict[str, Any]:
-    """Return the values with the distributed optimizer's form where core 0.13 and later state it.
-
-    The optimizer's own state states it in every version, ``content_metadata`` since 0.13
-    (``core/optimizer/distrib_optimizer.py``, ``training/checkpointing.py``).
-    """
+    # The optimizer's own state states its form in every version, ``content_metadata`` since 0.13
+    # (``core/optimizer/distrib_optimizer.py``, ``training/checkpointing.py``).
     states = rank_optimizer.list_states(root.get("optimizer"))
     key = train.STATE_SHARDING
     stated = [state[key] for state in states if isinstance(state, dict) and key in state]
@@ -475,7 +442,6 @@ def _get_first(objects: Mapping[str, list[Any]], key: str) -> Any:
 
 
 def _find_sharding(common: Mapping[str, Any]) -> Any:
-    """Return the form of a distributed optimizer that the files state; None if they state none."""
     metadata = common.get("content_metadata")
     return metadata.get(train.SHARDING) if isinstance(metadata, dict) else None
 
@@ -490,8 +456,6 @@ def _describe_form(common: Mapping[str, Any], flat: Sequence[Entry], slots: Sequ
 
 
 class _KeyReader:
-    """Reads stored tensors as parameters, under the names that the saving model has for them."""
-
     def __init__(self, table: Table, args: Arguments) -> None:
         self._table = table
         self._args = args
@@ -505,7 +469,6 @@ class _KeyReader:
             yield from self._read_experts(name.replace("{}", str(index), 1), kind, one)
 
     def respell(self, entries: Collection[Entry]) -> Iterator[Entry]:
-        """Yield parameters that have the table's names under those of the saving model."""
         fqns = {entry.fqn for entry in entries}
         for entry in entries:
             name = names.spell_for_dist(self._table, entry.fqn, fqns)
@@ -523,7 +486,9 @@ class _KeyReader:
 
     def _make_entry(self, name: str, kind: str, tensor: GlobalTensor) -> Entry:
         fqn = names.spell_as_saved(self._table, name, self._args)
-        return Entry(fqn, kind, tensor.dtype, tensor.shape, tensor.chunks)
+        args = self._args
+        chunks = restore_rows(fqn, tensor.shape, tensor.chunks, args.tp, gated=args.gated)
+        return Entry(fqn, kind, tensor.dtype, tensor.shape, tuple(chunks))
 
 
 def _unstack(tensor: GlobalTensor) -> Iterator[GlobalTensor]:

@@ -25,6 +25,7 @@ from reshard.formats.megatron.directory import (
     is_zarr,
     list_parts,
 )
+from reshard.model.adapter_names import LORA
 from reshard.naming.options import ModelNames, NameOptions, Naming
 from reshard.units import round_up
 
@@ -43,7 +44,6 @@ _DIVISIBLE = 128  # Megatron-LM's default of --make-vocab-size-divisible-by
 
 
 def _read(location: Location, hints: ReadHints) -> Manifest:
-    """Read the directory of one iteration, or of the one that a run directory points to."""
     # Imports are inside functions, because every format is loaded to detect a directory, and only
     # one of them reads it.
     from reshard.formats import adjacent_files
@@ -92,7 +92,6 @@ def _leave_out_unread(manifest: Manifest, location: Location) -> Manifest:
 
 
 def _read_args(manifest: Manifest) -> Mapping[str, Any]:
-    """Return the arguments of the run, if the source is Megatron's."""
     config = manifest.train.config
     return config if manifest.origin.format == NAME and isinstance(config, dict) else {}
 
@@ -103,6 +102,29 @@ def _describe_model(manifest: Manifest) -> Traits | None:
     args = _read_args(manifest)
     # Megatron-SWIFT (ms-swift 4.6) keeps the model's arguments in its config alone.
     return parse_args(args, manifest.origin.path) if args.get("hidden_size") else None
+
+
+def _describe_adapter(manifest: Manifest) -> dict[str, Any] | None:
+    # Sources: Megatron-Bridge 0.6.2 ``models/conversion/peft_bridge.py``
+    # (build_adapter_config_dict); ms-swift 4.6 ``megatron/utils/utils.py`` (prepare_adapter).
+    from reshard.formats.megatron.run_config import ADAPTER
+
+    args = _read_args(manifest)
+    stated = args.get(ADAPTER)
+    if args.get("tuner_type") == "lora":
+        of_adapter = {"dim": "lora_rank", "alpha": "lora_alpha", "dropout": "lora_dropout"}
+        stated = {name: args.get(argument) for name, argument in of_adapter.items()}
+    if not isinstance(stated, Mapping):
+        return None
+    return {
+        "peft_type": LORA,
+        "r": stated.get("dim"),
+        "lora_alpha": stated.get("alpha"),
+        "lora_dropout": stated.get("dropout", 0.0),
+        "use_rslora": args.get("use_rslora") is True,
+        "bias": "none",
+        "task_type": "CAUSAL_LM",
+    }
 
 
 def _name_extra_states(manifest: Manifest) -> str:
@@ -217,7 +239,8 @@ class Megatron(Writer):
         if manifest.origin.format == NAME:
             table = add_user_rules(load_whole_table(NAME), names.rules)
             traits = tables.describe_source(manifest, source.names)
-            saved = script_values.get_attributes(manifest.train.objects.get("args"))
+            namespace = manifest.train.objects.get("args")
+            saved = namespace.state if script_values.is_namespace(namespace) else {}
             # The config has what JSON can state; the saved attributes add enums and dtypes as they
             # were.
             args = {**manifest.train.config, **saved}
@@ -280,10 +303,7 @@ def _get_multiple(source: Manifest) -> int:
 
 
 def _keep_rows(source: Manifest, tensor_ranks: int) -> int:
-    """Return the multiple of the vocabulary that keeps its rows; 0 if they cannot be kept.
-
-    It is for a source of Megatron whose program states no multiple.
-    """
+    # This keeps the rows of a source of Megatron whose program states no multiple.
     if source.origin.format != NAME:
         return 0
     from reshard.formats.megatron.names import EMBEDDING
@@ -315,7 +335,9 @@ FORMAT = Format(
     sources={
         NAME: Source(
             writer=NAME,
-            names=ModelNames(describe=_describe_model, of_own_models=True),
+            names=ModelNames(
+                describe=_describe_model, describe_adapter=_describe_adapter, of_own_models=True
+            ),
             name_own_parts=_name_extra_states,
             translate=_translate,
         )

@@ -28,7 +28,6 @@ from reshard.core.location import Location
 from reshard.core.manifest import (
     BUFFER,
     PARAM,
-    Entry,
     Manifest,
     Origin,
     ParamGroup,
@@ -70,7 +69,7 @@ def read(location: Location, table: Table) -> Manifest:
     _refuse_several_pieces(location, parts, args, table)
     stored = dist.join_parts(parts, table)
     weights = [
-        _make_entry(fqn, BUFFER if names.is_buffer(fqn) else PARAM, tensor)
+        tensor.make_entry(fqn, BUFFER if names.is_buffer(fqn) else PARAM)
         for fqn, tensor in stored.items()
     ]
     whole = index_entries(grid.sort_entries(weights))
@@ -100,7 +99,6 @@ def read(location: Location, table: Table) -> Manifest:
 
 
 def _read_random_states(value: Any) -> dict[tuple[int, ...], Any]:
-    """Return random states by pipeline and tensor rank, whose numbers are the text of a key."""
     stated = {key: _RANKS.fullmatch(str(key)) for key in value} if isinstance(value, dict) else {}
     return {(int(m[1]), int(m[2])): value[key] for key, m in stated.items() if m}
 
@@ -118,10 +116,6 @@ def _strip(name: Any) -> str:
     return text
 
 
-def _make_entry(fqn: str, kind: str, tensor: GlobalTensor) -> Entry:
-    return Entry(fqn, kind, tensor.dtype, tensor.shape, tensor.chunks)
-
-
 def _refuse_several_pieces(
     location: Location, fqns: Iterable[str], args: Arguments, table: Table
 ) -> None:
@@ -129,7 +123,7 @@ def _refuse_several_pieces(
     if args.tp <= 1:
         return
     for fqn in fqns:
-        rule = names.find_rule(table, fqn)
+        rule = table.find(fqn, {})
         if rule is not None and rule.rule.segments:
             raise UnsupportedError(
                 location,
@@ -149,7 +143,7 @@ def _read_optimizer(value: Any, fqns: Iterable[str], table: Table) -> ParsedOpti
         stored = _get_tensors({name: state.get(slot) for name, state in states.items()})
         kind = rank_optimizer.get_kind(slot)
         result.entries += [
-            _make_entry(fqn, kind, tensor) for fqn, tensor in dist.join_parts(stored, table).items()
+            tensor.make_entry(fqn, kind) for fqn, tensor in dist.join_parts(stored, table).items()
         ]
     metas = {_strip(name): meta for name, meta in _list_items(value.get("param_to_group_meta"))}
     groups: dict[str, tuple[dict[str, Any], list[str]]] = {}
@@ -172,7 +166,7 @@ def _list_stored(fqn: str, table: Table) -> Iterator[str]:
     """Yield the names under which a parameter, or its first part, may be stored."""
     yield fqn
     yield fqn + dist.GATE
-    rule = names.find_rule(table, fqn)
+    rule = table.find(fqn, {})
     yield from (f"{fqn}.{part}" for part in (rule.rule.segments if rule else ()))
 
 

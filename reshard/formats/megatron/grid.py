@@ -69,23 +69,18 @@ def find_split(name: str, args: Arguments, table: Table) -> Split:
     """Return how tensor ranks cut a dense parameter, or expert-tensor ranks an expert's."""
     ranks = args.tp if names.find_expert(name, table) is None else args.etp
     if ranks == 1:
-        match = names.find_rule(table, name)
+        match = table.find(name, {})
         # One rank has the whole, and its files need not state what is cut apart on several.
         if match is None or match.rule.segments:
             return REPLICATED
         return match.rule.split(gated=args.gated, te=args.te)
-    rule = names.require_rule(table, name).rule
+    rule = table.require(name, {}).rule
     return rule.split(gated=args.gated, te=args.te, args=args.values, source=args.source)
 
 
 def _check_latent(name: str, shape: Index, split: Split, args: Arguments) -> None:
-    """Compare a down projection of latent attention with the width that the arguments state.
-
-    Whether ranks cut it follows from ``transformer_impl`` alone, which a fork may not keep.
-
-    Args:
-        shape: shape of the first rank's tensor.
-    """
+    # Whether ranks cut a down projection of latent attention follows from ``transformer_impl``
+    # alone, which a fork may not keep.
     width = names.find_latent_width(name, args)
     rows = shape[0] * (1 if split.dim is None else args.tp)
     if width and rows != width:
@@ -104,10 +99,7 @@ def sort_entries(entries: Iterable[Entry]) -> list[Entry]:
 
 
 def _tie_embeddings(manifest: Manifest, args: Arguments) -> Manifest:
-    """Return a manifest in which the last stage's copy of the embedding is a replica of it.
-
-    ``models/common/language_module/language_module.py`` (tie_embeddings_and_output_weights_...).
-    """
+    # ``models/common/language_module/language_module.py`` (tie_embeddings_and_output_weights_...).
     if not args.tied:
         return manifest
     aliases = {copy: name for name, copy in names.COPIES.items()}

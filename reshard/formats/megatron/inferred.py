@@ -12,7 +12,7 @@ from typing import Any
 
 from reshard.core.box import Index
 from reshard.core.location import Location
-from reshard.errors import MIXED, CorruptError
+from reshard.errors import MIXED, CorruptError, UnsupportedError
 from reshard.formats.megatron import directory, names
 from reshard.formats.megatron.arguments import Arguments
 from reshard.formats.megatron.optimizers.frozen import sample_tensor
@@ -30,12 +30,14 @@ _STATE_OF_ATTENTION = "core_attention._extra_state"
 _STATE_BEHIND = "linear_proj._extra_state"
 _MATRIX = 2  # dims
 _ROUTER = ".mlp.router.weight"
+_LORA, _LORA_OF_FC1 = ".lora_", ".linear_fc1.lora_B.default.weight"
 _MTP = re.compile(r"mtp\.layers\.(\d{1,9})\.")  # layers of multi-token prediction
 # The first matrix of an MLP -> the second: of Megatron-core, of GroupedMLP, and before core.
 _SECOND = (
     (re.compile(r"(.*\.linear_fc)1(\.weight\d*)"), r"\g<1>2\2"),
     (re.compile(r"(.*\.experts\.weight)1()"), r"\g<1>2"),
     (re.compile(r"(.*\.dense_)h_to_4h(\.weight)"), r"\g<1>4h_to_h\2"),
+    (re.compile(r"(.*\.linear_fc)1\.lora_B(\.default\.weight)"), r"\g<1>2.lora_A\2"),
 )
 
 
@@ -52,7 +54,7 @@ def infer_sizes(args: Arguments, location: Location) -> Arguments:
     # Where fewer ranks share an expert than share a layer, not every pair of ranks has a folder.
     sizes = (size for size in range(args.tp, 0, -1) if args.tp % size == 0)
     possible = (replace(args, values={**args.values, _EXPERT_TENSOR: size}) for size in sizes)
-    return next((each for each in possible if directory.fits_folders(location, each)), args)
+    return next((sized for sized in possible if directory.fits_folders(location, sized)), args)
 
 
 def _infer_axes(args: Arguments, location: Location) -> Arguments:
@@ -60,7 +62,7 @@ def _infer_axes(args: Arguments, location: Location) -> Arguments:
     numbers = {name: [int(part) for part in name.split("_")[2:]] for name in folders}
     axes = max(map(len, numbers.values()))
     sizes = [
-        1 + max(each[axis] if len(each) > axis else 0 for each in numbers.values())
+        1 + max(ranks[axis] if len(ranks) > axis else 0 for ranks in numbers.values())
         for axis in range(len(_SIZES))
     ]
     if axes == len(_SIZES) - 1:
@@ -101,6 +103,30 @@ def infer_model(args: Arguments, shapes: Mapping[str, Index]) -> Arguments:
             )
         values["gated_linear_unit"] = True
     return replace(args, values={**args.values, **values}) if values else args
+
+
+def infer_gated_adapters(args: Arguments, stored: Mapping[str, GlobalTensor]) -> Arguments:
+    """Return arguments that state gated units if LoRA matrices of ms-swift show them.
+
+    Its arguments do not, and the order of rows in torch_dist depends on it.
+
+    Raises:
+        UnsupportedError: they do not show it.
+    """
+    shapes = {key: tensor.shape[-_MATRIX:] for key, tensor in stored.items() if _LORA in key}
+    if not shapes:
+        return args
+    unclear = args.tp > 1 and not args.gated and _find_first_matrix(shapes) is None
+    fc1 = next((key for key in shapes if key.endswith(_LORA_OF_FC1)), None)
+    if unclear and fc1:
+        raise UnsupportedError(
+            args.source,
+            f"has {fc1!r} but no adapter of linear_fc2, and states nothing about the model: only"
+            " both show whether each rank has rows of a gate",
+            "let ms-swift write a PEFT adapter (megatron export --to_hf true --merge_lora false),"
+            " and pass that",
+        )
+    return infer_model(args, shapes)
 
 
 def infer_depth_and_tying(args: Arguments, fqns: Collection[str]) -> Arguments:

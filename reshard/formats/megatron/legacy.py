@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 from itertools import accumulate, chain
 from math import prod
 from operator import le
@@ -127,7 +127,6 @@ def read(location: Location, table: Table) -> Manifest:
 
 
 def _list_shapes(opened: Mapping[GridPosition, RankFile]) -> dict[str, Index]:
-    """Return the shapes of the weights of each kind of layer, under names of a rank."""
     chunks = (chunk for file in opened.values() for chunk in file.chunks)
     tensors = chain.from_iterable(chunk.params.items() for chunk in chunks)
     return {name: tensor.shape for name, tensor in tensors}
@@ -136,7 +135,6 @@ def _list_shapes(opened: Mapping[GridPosition, RankFile]) -> dict[str, Index]:
 def _collect_extra(
     opened: Mapping[GridPosition, RankFile], args: Arguments, table: Table, offsets: list[list[int]]
 ) -> Iterator[tuple[tuple[int, int], dict[str, Any]]]:
-    """Yield the extra states of modules of every rank, under names of the whole model."""
     for rank, file in opened.items():
         first = list_experts(rank.ep, args.ep, args.experts).start
         for chunk, layers in zip(file.chunks, offsets[rank.pp], strict=True):
@@ -222,7 +220,6 @@ def _check_position(rank: GridPosition, file: RankFile, args: Arguments) -> None
 def _add_claims(
     opened: Mapping[GridPosition, RankFile], args: Arguments, whole: Manifest
 ) -> dict[str, SourceFile]:
-    """Return the files with the weights, with what each states about its rank and the run."""
     claims = {rank: list(_claim_seeds(rank, file, args)) for rank, file in opened.items()}
     of_model = _claim_shared(opened, whole)
     for rank, claim in chain(_claim_contents(opened), _claim_stages(opened, args), of_model):
@@ -237,11 +234,8 @@ def _add_claims(
 def _claim_shared(
     opened: Mapping[GridPosition, RankFile], whole: Manifest
 ) -> Iterator[tuple[GridPosition, Claim]]:
-    """Yield the claims of the arguments about the model, and of each rank that states otherwise.
-
-    Of what all ranks state alike only the differences become claims. Those about the model come
-    last, because a file of another rank may be the cause.
-    """
+    # Of what all ranks state alike only the differences become claims. Those about the model come
+    # last, because a file of another rank may be the cause.
     (_, file), *others = opened.items()
     for rank, other in others:
         for what, usual, own in compare_ranks(other.root, file.root):
@@ -257,11 +251,8 @@ def _claim_shared(
 def _claim_contents(
     opened: Mapping[GridPosition, RankFile],
 ) -> Iterator[tuple[GridPosition, Claim]]:
-    """Yield the claim of each file with checksums about the rank that saved its tensors.
-
-    Ranks with the same dense layers may have equal files, and so may stages of a model that has not
-    been trained since its layers were copied, but no others.
-    """
+    # Ranks with the same dense layers may have equal files, and so may stages of a model that has
+    # not been trained since its layers were copied, but no others.
     first_with: dict[tuple[Any, ...], GridPosition] = {}
     for rank, file in sorted(opened.items()):
         source = file.files[0].source()
@@ -269,23 +260,19 @@ def _claim_contents(
             continue
         first = first_with.setdefault(tuple((r.nbytes, r.crc32) for r in source.records), rank)
         saver = rank if (rank.tp, rank.pp) == (first.tp, first.pp) else first
-        own, stated = (as_path(opened[each].path).parent.name for each in (rank, saver))
+        own, stated = (as_path(opened[place].path).parent.name for place in (rank, saver))
         yield rank, Claim("rank that saved its tensors", stated, _CHECKSUMS, own)
 
 
 def _claim_stages(
     opened: Mapping[GridPosition, RankFile], args: Arguments
 ) -> Iterator[tuple[GridPosition, Claim]]:
-    """Yield the claims of each file that follow from what one pipeline stage alone has.
-
-    The first stage has the embedding, unless an encoder on another stage has one, too. A stage with
-    layers of multi-token prediction (MTP) also has one, and gets no claim about the first stage.
-    The last stage has the final norm, unless it has no layers but those of MTP.
-
-    Source: Megatron-LM core_v0.16.1 ``core/models/gpt/gpt_model.py`` (``pre_process``),
-    ``core/transformer/transformer_block.py`` (``has_final_layernorm_in_this_stage``),
-    ``megatron/model/transformer.py`` of 2.x (``post_process``).
-    """
+    # The first stage has the embedding, unless an encoder on another stage has one, too. A stage
+    # with layers of multi-token prediction (MTP) also has one, and gets no claim about the first
+    # stage. The last stage has the final norm, unless it has no layers but those of MTP. Source:
+    # Megatron-LM core_v0.16.1 ``core/models/gpt/gpt_model.py`` (``pre_process``),
+    # ``core/transformer/transformer_block.py`` (``has_final_layernorm_in_this_stage``),
+    # ``megatron/model/transformer.py`` of 2.x (``post_process``).
     rows = args.list_layers() if args.mtp and args.states_layers else ()
     counts = list(chain.from_iterable(rows)) or _count_layers(opened, args)
     ends_model = find_norm(counts, mtp=args.mtp > 0) == len(counts) - 1
@@ -312,13 +299,10 @@ def _has(file: RankFile, pattern: re.Pattern[str]) -> bool:
 
 
 def _claim_seeds(rank: GridPosition, file: RankFile, args: Arguments) -> Iterator[Claim]:
-    """Yield the tensor- and expert-parallel ranks that follow from the seeds of random states.
-
-    Source: Megatron-LM core_v0.16.1 ``core/tensor_parallel/random.py``
-    (``model_parallel_cuda_manual_seed``): of a seed s the tensor-parallel tracker gets
-    s + 2718 + tp, the expert tracker s + 1024 + 100 * ep + etp. A random state begins with its seed
-    (torch 2.13 ``aten/src/ATen/CPUGeneratorImpl.cpp``, ``cuda/CUDAGeneratorImpl.cpp``).
-    """
+    # Source: Megatron-LM core_v0.16.1 ``core/tensor_parallel/random.py``
+    # (``model_parallel_cuda_manual_seed``): of a seed s the tensor-parallel tracker gets s + 2718 +
+    # tp, the expert tracker s + 1024 + 100 * ep + etp. A random state begins with its seed (torch
+    # 2.13 ``aten/src/ATen/CPUGeneratorImpl.cpp``, ``cuda/CUDAGeneratorImpl.cpp``).
     stated = file.root.get(rank_states.RNG)
     states = stated[0] if isinstance(stated, list) and stated else None
     trackers = states.get("rng_tracker_states") if isinstance(states, dict) else None
@@ -352,10 +336,8 @@ def _read_seed(state: Any) -> int | None:
 
 
 def _compute_offsets(opened: Mapping[GridPosition, RankFile], args: Arguments) -> list[list[int]]:
-    """Return the number of layers before each chunk of each stage: ``[stage][chunk]``.
-
-    Each file numbers its layers from 0. The first chunks of all stages come before the second ones.
-    """
+    # Each file numbers its layers from 0. The first chunks of all stages come before the second
+    # ones.
     flat = _count_layers(opened, args)
     chunks = len(flat) // args.pp
     total = args.number("num_layers", "encoder_num_layers", default=sum(flat))
@@ -378,11 +360,7 @@ def _count_layers(opened: Mapping[GridPosition, RankFile], args: Arguments) -> l
 
 
 def _add_empty_layers(found: Sequence[int], args: Arguments) -> list[int]:
-    """Return the layers of each chunk, with those that have no parameters: no attention, no MLP.
-
-    Args:
-        found: numbers of layers that have parameters.
-    """
+    # A layer without attention and MLP has no parameters.
     stated = list(chain.from_iterable(args.list_layers()))
     fits = len(stated) == len(found) and all(map(le, found, stated))
     return stated if fits else list(found)
@@ -396,23 +374,17 @@ def _read_rank(
     offsets: Sequence[int],
     known_frozen: frozenset[str],
 ) -> Manifest:
-    """Return one rank's manifest: names of the whole model, shapes of the rank.
-
-    Args:
-        known_frozen: parameters that have no place in the buffers of another rank.
-    """
+    """Return one rank's manifest: names of the whole model, shapes of the rank."""
     experts = list_experts(rank.ep, args.ep, args.experts)
     entries: list[Entry] = []
     params: list[RankParam] = []
     for number, (chunk, layers) in enumerate(zip(file.chunks, offsets, strict=True)):
-
-        def name_globally(name: str, layers: int = layers) -> str:
-            return names.shift_numbers(name, layers=layers, experts=experts.start, table=table)
-
+        name_globally = partial(
+            names.shift_numbers, layers=layers, experts=experts.start, table=table
+        )
         for kind, tensors in ((PARAM, chunk.params), (BUFFER, chunk.buffers)):
             entries += [
-                Entry(name_globally(name), kind, tensor.dtype, tensor.shape, tensor.chunks)
-                for name, tensor in tensors.items()
+                tensor.make_entry(name_globally(name), kind) for name, tensor in tensors.items()
             ]
         params += [
             RankParam(name_globally(name), tensor.shape, tensor.dtype.name, number)
@@ -444,7 +416,7 @@ def _read_rank(
     return Manifest(
         origin=Origin("megatron", file.path),
         entries=index_entries(grouped.reorder_heads(separated, file.version, args)),
-        files={each.path: each.source() for each in file.files},
+        files={opened.path: opened.source() for opened in file.files},
         # Arguments that were inferred alone are not those of the run.
         train=train.make_train_state(
             file.root, args if file.args.values else file.args, state, experts
@@ -454,13 +426,12 @@ def _read_rank(
         warnings=tuple(state.notes),
         unnamed_optimizers=state.unnamed_optimizers,
         unnamed=state.why_unnamed,
-        unknown_globals=trust.list_unknown(set().union(*(each.globals for each in file.files))),
+        unknown_globals=trust.list_unknown(set().union(*(opened.globals for opened in file.files))),
         ordered=True,  # as in the module's state dict; `grid` sorts the joined entries of all ranks
     )
 
 
 def _make_sample(entries: Iterable[Entry]) -> Sample:
-    """Return a function that returns some elements of a rank's parameter."""
     stored = {entry.fqn: entry for entry in entries if entry.kind == PARAM}
 
     @cache

@@ -85,7 +85,6 @@ def _get_stored(fqn: str, whole: Mapping[str, Entry]) -> Entry:
 def _list_blocks(
     fqn: str, stored: Entry, rank: GridPosition, args: Arguments, table: Table
 ) -> tuple[Index, tuple[tuple[Box, Box], ...]]:
-    """Return the shape of a rank's piece of a parameter, and its blocks (`shards.list_blocks`)."""
     expert = names.find_expert(fqn, table) is not None
     ranks = args.etp if expert else args.tp
     at = args.get_expert_tensor_rank(rank.tp, rank.ep) if expert else rank.tp
@@ -101,7 +100,6 @@ def locate_piece(
 
 
 def _group_experts(shapes: Mapping[str, Index], args: Arguments) -> dict[str, Index]:
-    """Return shapes with GroupedMLP's experts as the two parameters that hold them."""
     if not args.flag("moe_use_legacy_grouped_gemm") or not args.flag("moe_grouped_gemm"):
         return dict(shapes)
     own = args.experts // args.ep

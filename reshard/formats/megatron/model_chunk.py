@@ -108,8 +108,8 @@ def make_share(at: int, layers: Sequence[range], experts: range, mtp_at: int | N
 
 def list_experts(rank: int, ranks: int, experts: int) -> range:
     """Return the experts of each layer that one of several expert-parallel ranks holds."""
-    each = experts // ranks
-    return range(rank * each, (rank + 1) * each)
+    share = experts // ranks
+    return range(rank * share, (rank + 1) * share)
 
 
 class ParameterIndex(Generic[T]):

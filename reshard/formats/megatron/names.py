@@ -39,7 +39,8 @@ _EXPERT = re.compile(  # a module for each expert (SequentialMLP), or numbered t
 )
 _STACK = re.compile(r"((?:^|\.)(?:decoder|encoder)\.layers)\.(?!\d+\.)(.+)")
 _DIST_EXPERT = re.compile(
-    r"(.*\.mlp\.experts)\.experts\.(?:(\d{1,9})\.)?(linear_fc[12])\.(weight|bias)(_[wv])?"
+    r"(.*\.mlp\.experts)\.experts\.(?:(\d{1,9})\.)?(linear_fc[12])"
+    r"\.((?:lora_[AB]\.default\.)?weight|bias)(_[wv])?"
 )
 _LATENT = re.compile(r"\.self_attention\.linear_(q|kv)_down_proj\.weight$")
 _EXTRA = "_extra_state"
@@ -125,12 +126,11 @@ def shift_numbers(name: str, *, layers: int, experts: int, table: Table | None =
 
 
 def _find_expert_by_rule(name: str, table: Table | None) -> RuleMatch | None:
-    """Find the rule that numbers an expert in a name; for an extra state that of the weight."""
     if table is None:
         return None
     if is_extra(name):
         name = f"{name.rpartition('.')[0]}.weight"
-    rule = find_rule(table, name)
+    rule = table.find(name, {})
     return rule if rule and "e" in rule.fields else None
 
 
@@ -154,6 +154,16 @@ def spell_mtp(name: str, *, since_017: bool = False) -> str:
     return _MTP_INNER.sub(rf"\1{inner}.", name)
 
 
+def spell_encoder(name: str) -> str:
+    """Return a local name as later versions have it: once the encoder was a transformer.
+
+    >>> spell_encoder("language_model.transformer.layers.0.attention.dense.weight")
+    'language_model.encoder.layers.0.self_attention.dense.weight'
+    """
+    name = re.sub(r"^language_model\.transformer\.", "language_model.encoder.", name)
+    return re.sub(r"^(language_model\.encoder\..*)\.attention\.", r"\1.self_attention.", name)
+
+
 def spell_convolution(name: str, *, since_019: bool = False) -> str:
     """Return a local name with the name of a Mamba layer's convolution, before 0.19 or since.
 
@@ -166,26 +176,6 @@ def spell_convolution(name: str, *, since_019: bool = False) -> str:
 def is_convolution(name: str) -> bool:
     """Return whether a parameter is that of a Mamba layer's convolution."""
     return _CONVOLUTION.search(name) is not None
-
-
-def find_rule(table: Table, name: str) -> RuleMatch | None:
-    """Return the rule of a name of any dialect.
-
-    Megatron-LM before 0.12 calls the encoder a transformer.
-    """
-    return table.find(_modernize(name), {})
-
-
-def require_rule(table: Table, name: str) -> RuleMatch:
-    """Return the rule of a name, like `find_rule`, but raise an error if there is none."""
-    return table.require(_modernize(name), {})
-
-
-def _modernize(name: str) -> str:
-    if not name.startswith("language_model."):
-        return name
-    name = name.replace("language_model.transformer.", "language_model.encoder.", 1)
-    return name.replace(".attention.", ".self_attention.", 1)
 
 
 def parse_stacked(key: str) -> str | None:

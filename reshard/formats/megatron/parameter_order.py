@@ -179,7 +179,6 @@ def find_misplaced(fqns: Iterable[str]) -> str | None:
 
 
 def _sort_in_layer(fqn: str, inner: str) -> SortKey:
-    """Return the key of a parameter inside its layer, where its name is ``inner``."""
     bias = int("bias" in fqn.rpartition(".")[2])
     at = _find_prefix(_LAYER, inner)
     expert, second = names.find_expert(fqn), int("linear_fc2" in inner)

@@ -98,7 +98,6 @@ def open_rank(folder: Location) -> RankFile:
 
 
 def _list_chunks(root: Mapping[str, Any], path: str) -> list[ModelChunk]:
-    """Return the model chunks in order: ``model``, or ``model0`` and those after it."""
     if "model" in root:
         return [_build_chunk(root, "model", path)]
     # The keys are counted, not sorted: as text, model10 would precede model2.
@@ -148,4 +147,4 @@ def _walk(tree: Any, path: str, prefix: str = "") -> Iterator[tuple[str, Any]]:
         if isinstance(value, Mapping):
             yield from _walk(value, path, f"{name}.")
         else:
-            yield name, value
+            yield names.spell_encoder(name), value

@@ -23,7 +23,7 @@ from reshard.containers import torch_reader
 from reshard.containers.torch_objects import TorchFile
 from reshard.containers.yaml_files import parse_yaml
 from reshard.core.location import Location
-from reshard.core.schema import COUNT, expect, fields, mapping, maybe
+from reshard.core.schema import COUNT, NUMBER, expect, fields, mapping, maybe
 from reshard.errors import CorruptError, UnsupportedError
 from reshard.layouts.model_parallel.megatron_traits import OWN_BUILDER
 from reshard.state_dict import tree
@@ -70,6 +70,9 @@ _OTHERS: dict[str, dict[str, str | None]] = {  # section -> field -> argument
     ),
     "rng": {"seed": "seed"},
 }
+ADAPTER = "peft"  # a section, and an argument
+_ADAPTERS = ("LoRA", "CanonicalLoRA")
+_ADAPTER = fields(dim=COUNT, alpha=NUMBER)
 _SAMPLES = ("consumed_train_samples", "skipped_train_samples", "consumed_valid_samples")
 _LOCAL = "local_layer_spec"
 # Builders of the models that the fields describe completely; others have layers of their own.
@@ -124,13 +127,16 @@ def read(location: Location) -> tuple[dict[str, Any], list[TorchFile]]:
 def _refuse_what_args_cannot_state(path: str, root: Mapping[str, Any]) -> None:
     model = root["model"]
     builder = _get_target(model)
-    if root.get("peft") is not None:
+    peft = root.get(ADAPTER)
+    if peft is not None and _get_target(peft) not in _ADAPTERS:
         raise UnsupportedError(
             path,
-            f"states a run with PEFT ({_get_target(root['peft'])}), whose checkpoints hold only the"
-            " adapter's weights",
+            f"states a run with PEFT ({_get_target(peft)}), of which reshard reads only"
+            f" {' and '.join(_ADAPTERS)}",
             "merge the adapter with Megatron-Bridge first (scripts of its peft recipes)",
         )
+    if peft is not None:
+        expect(path, peft, _ADAPTER, ADAPTER)
     if isinstance(model.get("pipeline_model_parallel_layout"), dict):
         raise UnsupportedError(
             path,
@@ -145,13 +151,11 @@ def _refuse_what_args_cannot_state(path: str, root: Mapping[str, Any]) -> None:
 
 
 def _get_target(value: Any) -> str:
-    """Return the last part of the name of a class or function."""
     target = value.get("_target_") if isinstance(value, dict) else None
     return target.rpartition(".")[2] if isinstance(target, str) else ""
 
 
 def _derive(root: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the arguments that Megatron-LM would have for the same run."""
     model = root["model"]
     args = {
         RENAMED.get(name, name): value
@@ -169,6 +173,8 @@ def _derive(root: Mapping[str, Any]) -> dict[str, Any]:
     builder = _find_own_builder(model)
     if builder:
         args[OWN_BUILDER] = builder
+    if root.get(ADAPTER) is not None:
+        args[ADAPTER] = {k: v for k, v in root[ADAPTER].items() if _is_plain(v)}
     heads, groups = model.get("num_attention_heads"), model.get("num_query_groups")
     return args | {
         "group_query_attention": groups is not None and groups != heads,
@@ -184,7 +190,6 @@ def _derive(root: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _find_own_builder(model: Mapping[str, Any]) -> str:
-    """Return the class or function that builds layers which the fields do not describe."""
     provider, spec = _get_target(model), _get_target(model.get("transformer_layer_spec"))
     if provider and not _PROVIDERS.fullmatch(provider):
         return provider
@@ -204,11 +209,8 @@ def _is_local(model: Mapping[str, Any]) -> bool:
 
 
 def _derive_activation(model: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the switches of an activation; another one stays under its own name.
-
-    Source: Megatron-LM core_v0.16.1 ``training/arguments.py``
-    (``core_transformer_config_from_args``), ``core/transformer/mlp.py``.
-    """
+    # Source: Megatron-LM core_v0.16.1 ``training/arguments.py``
+    # (``core_transformer_config_from_args``), ``core/transformer/mlp.py``.
     function = model.get(_ACTIVATION)
     name = function if isinstance(function, str) else _get_target(function) or "gelu"
     gated = model.get("gated_linear_unit")

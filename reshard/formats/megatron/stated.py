@@ -78,10 +78,7 @@ def _compare_shapes(values: Mapping[str, Any], weights: Mapping[str, Index]) -> 
 
 
 def _list_properties(values: Mapping[str, Any]) -> Iterator[tuple[str, Any, str, str]]:
-    """Yield an argument, whether it is set, and the tensor that the model has if it is.
-
-    The third element is a tensor that the model has in any case.
-    """
+    """Yield an argument, its value, a tensor of any such model, and the one that it has if set."""
     qkv, out = f"{_ATTENTION}linear_qkv", f"{_ATTENTION}linear_proj"
     biases = values.get("add_bias_linear")
     yield "add_bias_linear", biases, f"{out}.weight", f"{out}.bias"
@@ -126,13 +123,13 @@ def _list_values(root: Mapping[str, Any]) -> dict[str, Any]:
     for key in _SHARED:
         value = to_plain(root.get(key))
         own = value if isinstance(value, Mapping) else {"": value}
-        values.update((f"{key}.{name}".rstrip("."), each) for name, each in own.items())
+        values.update((f"{key}.{name}".rstrip("."), part) for name, part in own.items())
     return values
 
 
 def _is_of_run(value: Any) -> bool:
     if isinstance(value, list):
-        return all(isinstance(each, (int, float)) for each in value)
+        return all(isinstance(item, (int, float)) for item in value)
     is_word = isinstance(value, str) and not _OF_PLACE.search(value)
     return is_word or isinstance(value, (int, float))
 
@@ -146,7 +143,7 @@ def compare_groups(optimizers: Sequence[Any]) -> Iterator[tuple[int, Statement]]
     Args:
         optimizers: the state of the optimizer, or of a chain, of each rank.
     """
-    settings = [_list_settings(each) for each in optimizers]
+    settings = [_list_settings(optimizer) for optimizer in optimizers]
     known = max(settings, key=len, default=[])
     for number, own in enumerate(settings):
         left = list(known)
@@ -154,7 +151,7 @@ def compare_groups(optimizers: Sequence[Any]) -> Iterator[tuple[int, Statement]]
             if group in left:
                 left.remove(group)
             elif left:
-                usual = max(left, key=lambda each: len(each.items() & group.items()))
+                usual = max(left, key=lambda other: len(other.items() & group.items()))
                 name = next(n for n in (*usual, *group) if usual.get(n) != group.get(n))
                 what = f"{name} of a param group"
                 yield number, (what, str(usual.get(name)), str(group.get(name)))
@@ -165,4 +162,4 @@ def _list_settings(value: Any) -> list[dict[str, str]]:
         group for state in list_states(value) for group in list_groups(state)
     )
     read = (read_hyper(group, skip=["step"]) for group in groups)
-    return [{name: shown(each) for name, each in hyper.items()} for hyper in read]
+    return [{name: shown(setting) for name, setting in hyper.items()} for hyper in read]

@@ -94,11 +94,9 @@ def make_train_state(
 
 
 def _count_skipped(root: Mapping[str, Any], args: Arguments, state: ParsedOptimizer) -> int | None:
-    """Return the number of steps that the loss scaler skipped; None if nothing states it.
-
-    A skipped step counts as an iteration and consumes samples, but the scheduler, which counts
-    samples, does not step (Megatron-LM core_v0.16.1 ``megatron/training/training.py``, train_step).
-    """
+    # A skipped step counts as an iteration and consumes samples, but the scheduler, which counts
+    # samples, does not step (Megatron-LM core_v0.16.1 ``megatron/training/training.py``,
+    # train_step).
     step, batch = root.get("iteration"), args.number("global_batch_size")
     scheduler = root.get("opt_param_scheduler")
     scheduled = scheduler.get("num_steps") if isinstance(scheduler, dict) else None

@@ -81,7 +81,6 @@ def _make_config(arguments: Mapping[str, Any], ranks: int) -> dict[str, Any]:
 
 
 def _describe(train: TrainState, groups: int) -> Iterator[str]:
-    """Yield notes on what changed, and on what the user must configure in the new run."""
     if len(train.param_groups) > groups:
         yield (
             f"{len(train.param_groups)} param groups become {groups}: those that differed only in"

@@ -14,7 +14,6 @@ from reshard.core.location import Location, list_missing_ranks
 from reshard.core.manifest import (
     BUFFER,
     PARAM,
-    Entry,
     Manifest,
     Origin,
     TrainState,
@@ -94,13 +93,7 @@ def _read_rank(path: Path, location: Location, params: Mapping[str, Any], world:
     state = tree.convert_file(file)
     unread = leaves.find_opaque(path, state) if isinstance(state, dict) else {}
     entries = [
-        Entry(
-            name,
-            BUFFER if name == _FREQUENCIES else PARAM,
-            tensor.dtype,
-            tensor.shape,
-            tensor.chunks,
-        )
+        tensor.make_entry(name, BUFFER if name == _FREQUENCIES else PARAM)
         for name, leaf in tree.collect_tensors(state).items()
         if (tensor := tree.as_global(leaf))
     ]
@@ -124,6 +117,7 @@ def _read_rank(path: Path, location: Location, params: Mapping[str, Any], world:
         index_entries(entries),
         {source.path: source},
         TrainState(config=dict(params)),
+        read_files=(str(location.files[PARAMS]),),
         ordered=False,  # the order is that of the program that wrote the file
         trained_dtypes={entry.fqn: entry.dtype for entry in entries if entry.kind == PARAM},
         unread=unread,

@@ -7,7 +7,7 @@ from typing import Any
 
 from reshard.containers import skeletons, torch_writer
 from reshard.containers.json_files import format_json
-from reshard.containers.torch_writer import Part, Slot, Storage
+from reshard.containers.torch_writer import Storage, StorageBlock, StorageView
 from reshard.core.dtypes import DType
 from reshard.core.manifest import Entry, Skeleton
 from reshard.errors import UsageError
@@ -95,9 +95,11 @@ def _choose_split(name: str, entry: Entry, table: Table) -> Split:
     return table.require(name, {}).rule.split(gated=True)
 
 
-def _build_slot(name: str, entry: Entry, dtype: DType, split: Split, ranks: int, rank: int) -> Slot:
+def _build_slot(
+    name: str, entry: Entry, dtype: DType, split: Split, ranks: int, rank: int
+) -> StorageView:
     shape, pairs = list_blocks(name, entry.shape, split, ranks, rank)
     # Meta's files have no fused tensors, so a rank's piece is a single block.
     ((box, _),) = pairs
-    part = Part(entry.kind, entry.fqn, entry.shape, box)
-    return Slot(Storage(dtype, box.volume, (part,)), shape)
+    part = StorageBlock(entry.kind, entry.fqn, entry.shape, box)
+    return StorageView(Storage(dtype, box.volume, (part,)), shape)

@@ -6,10 +6,12 @@ name these parts; their content is identified by its structure (`state_dict.sect
     format      the format as one object: detection, reading and writing
     directory   the names of parts, and detection by them
     ranks       the files of all ranks, joined
+    rank_parts  plain tensors that are parts, joined by the user's rules
     lost_files  errors that name the files of ranks that are missing
     stages      the pipeline stages among them, joined
     reader      every part in a directory as one manifest
     torchtune   its optimizer, under the names of the weights
+    torch_checkpointing  its safetensors files of ranks
     provenance  the framework and the step that the parts' names state
     layouts     the layouts that PyTorch-native training loads
 

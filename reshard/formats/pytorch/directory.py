@@ -6,7 +6,6 @@ Libraries number the files of ranks in different ways; the patterns here cover w
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
 from pathlib import Path
 
 from reshard.containers.torch_detect import SUFFIXES, is_torch_file
@@ -45,6 +44,8 @@ _LITGPT_ADAPTERS = tuple(f"{_LITGPT}{suffix}" for suffix in (".lora", ".adapter"
 _HF_SHARD = re.compile(r"-\d+-of-(\d+)\.bin$")
 ADAPTER = "adapter_model.safetensors"
 _ARGUMENTS = "training_args"
+SLICES = "metadata.pkl"
+_SLICE = re.compile(r".*\d\.safetensors")
 RANDOM = re.compile(r"rng_state|random_states")  # ranks save these beside whole files too
 
 
@@ -60,29 +61,33 @@ def detect(location: Location) -> bool:
         or bool(find_stage_folders(location))
         or bool(_find_rank_folders(location))
         or _has_optimizer_apart(add_folders(location))
+        or states_slices(location)
     )
+
+
+def states_slices(location: Location) -> bool:
+    """Return whether torch_checkpointing's metadata is beside safetensors files of ranks."""
+    names = [name for name in location.files if _SLICE.fullmatch(name)]
+    return SLICES in location.files and not all(map(huggingface.is_shard, names))
 
 
 def add_folders(location: Location) -> Location:
     """Return a location with its folders ``model`` and ``optimizer``, if they belong together."""
     below = [location.folders.get(name) for name in ("model", _OPTIMIZER)]
-    added = [folder for each in below if each is not None for folder in each.directories]
+    added = [folder for part in below if part is not None for folder in part.directories]
     joined = Location([*location.directories, *added])
     is_checkpoint = None not in below and not find_dcp_parts(location)
     return joined if is_checkpoint and _has_optimizer_apart(joined) else location
 
 
 def _has_optimizer_apart(location: Location) -> bool:
-    """Return whether some of several directories have safetensors, and others torch's files.
-
-    LLaMA-Factory 0.9.5 (v1) keeps the weights of one process in ``model`` and their optimizer in
-    ``optimizer``.
-    """
+    # LLaMA-Factory 0.9.5 (v1) keeps the weights of one process in ``model`` and their optimizer in
+    # ``optimizer``.
     if len(location.directories) == 1:
         return False
-    each = [Location([directory]) for directory in location.directories]
-    apart = [part for part in each if not huggingface.detect(part)]
-    return 0 < len(apart) < len(each) and any(map(find_torch_files, apart))
+    parts = [Location([directory]) for directory in location.directories]
+    apart = [part for part in parts if not huggingface.detect(part)]
+    return 0 < len(apart) < len(parts) and any(map(find_torch_files, apart))
 
 
 def detect_loosely(location: Location) -> bool:
@@ -135,23 +140,18 @@ def find_stage_folders(location: Location) -> dict[int, Location]:
     """Return the folders of pipeline stages by number, in order; empty if there are not several."""
     folders = _find_numbered(location, _STAGE_FOLDER)
     # Without a stage 0, ``stage1`` and ``stage2`` are the phases of a training.
-    are_stages = len(folders) > 1 and (0 in folders or not _is_phase(folders))
-    is_saved = all(dcp.detect(each) or find_torch_files(each) for each in folders.values())
+    are_phases = any(folder.name.startswith("stage") for folder in folders.values())
+    are_stages = len(folders) > 1 and (0 in folders or not are_phases)
+    is_saved = all(dcp.detect(folder) or find_torch_files(folder) for folder in folders.values())
     return folders if are_stages and is_saved else {}
 
 
-def _is_phase(folders: Mapping[int, Location]) -> bool:
-    return any(folder.name.startswith("stage") for folder in folders.values())
-
-
 def _find_rank_folders(location: Location) -> dict[int, Location]:
-    """Return the folders of ranks by number; empty if one of them has no ``torch.save`` file."""
     folders = _find_numbered(location, _RANK_FOLDER)
     return folders if all(map(find_torch_files, folders.values())) else {}
 
 
 def _find_numbered(location: Location, pattern: re.Pattern[str]) -> dict[int, Location]:
-    """Return the folders whose names match a pattern, by number, in order."""
     numbered = {
         int(match[1]): folder
         for name, folder in location.folders.items()
@@ -237,7 +237,7 @@ def find_torch_files(location: Location) -> dict[str, Path]:
 
 def _find_files_of_ranks(location: Location) -> dict[str, Path]:
     """Return the files in the folders of ranks: ``rank_1/model.pt`` as ``model_rank1.pt``."""
-    folders = {n: find_torch_files(each) for n, each in _find_rank_folders(location).items()}
+    folders = {n: find_torch_files(folder) for n, folder in _find_rank_folders(location).items()}
     in_all = set.intersection(*map(set, folders.values())) if folders else set[str]()
     found = {}
     for rank, files in folders.items():

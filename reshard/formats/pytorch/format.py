@@ -29,14 +29,7 @@ _SHARDED = ("dcp", "fsdp", "torchtitan", "verl")  # sources of sharded training 
 def _read(location: Location, hints: ReadHints) -> Manifest:
     from reshard.formats.pytorch import reader
 
-    return reader.read(
-        location,
-        key=hints.key,
-        model=hints.model,
-        wrap=hints.wrap,
-        live=hints.live,
-        alike=hints.alike,
-    )
+    return reader.read(location, hints)
 
 
 def _choose_for_lightning(manifest: Manifest) -> str | None:
@@ -45,32 +38,23 @@ def _choose_for_lightning(manifest: Manifest) -> str | None:
 
 
 def _choose_for_ranks(manifest: Manifest) -> str | None:
-    """Return the writer of files of ranks; none if DCP's optimizer is beside shards of a model.
-
-    NeMo Automodel loads only its own two folders, ``model`` and ``optim``.
-    """
-    return None if any(path.endswith(".distcp") for path in manifest.files) else "fsdp2"
+    # NeMo Automodel keeps DCP's optimizer beside shards for Hugging Face.
+    return "dcp" if any(path.endswith(".distcp") for path in manifest.files) else "fsdp2"
 
 
 class _TorchWriter(Writer):
-    """A writer whose files `layouts` lays out; it is imported when the first one is written."""
-
     def lay_out(self, state: WritableState, request: Request) -> LaidOut:
         from reshard.formats.pytorch import layouts
 
         return layouts.lay_out(self.name, state, request)
 
     def needs_every_state(self, request: Request) -> bool:
-        """Return True for names, which torch's ``set_optimizer_state_dict`` looks up.
-
-        With the keys of a DCP source, the output has exactly those.
-        """
+        # torch's ``set_optimizer_state_dict`` looks up names. With the keys of a DCP source, the
+        # output has exactly those.
         return request.own is None and not self.numbers_parameters(request)
 
 
 class _StateDicts(_TorchWriter):
-    """A writer with a choice of FSDP state dict types."""
-
     def numbers_parameters(self, request: Request) -> bool:
         """Return False for FSDP's forms, whose optimizer has names."""
         return request.separate_masters or request.state_dict_type not in ("sharded", "full")
@@ -114,7 +98,7 @@ class Dcp(_TorchWriter):
         from reshard.formats.dcp.saved_keys import SavedKeys
 
         directories = SavedKeys.of(request).directories
-        paths = [f'"{{path}}/{each.folder}"' for each in directories if each.folder]
+        paths = [f'"{{path}}/{directory.folder}"' for directory in directories if directory.folder]
         first, *others = paths or ['"{path}"']
         return ", and ".join([_LOAD_DCP.format(first), *others])
 
@@ -123,10 +107,28 @@ class Dcp(_TorchWriter):
         return True
 
     def adapt(self, conversion: S) -> S:
-        """Return the conversion with the keys of a DCP source, if the output can have them."""
+        """Return the conversion with the keys of a DCP source, if the output can have them.
+
+        Raises:
+            UsageError: DCP's optimizer is beside shards, and the options exclude this layout.
+        """
         from reshard.formats.dcp import saved_keys
 
-        return replace(conversion, request=saved_keys.find(conversion) or conversion.request)
+        own, manifest = saved_keys.find(conversion), conversion.manifest
+        if own is None and conversion.request.keeps_layout and manifest.origin.format == "fsdp":
+            raise UsageError(
+                manifest.origin.path,
+                "has DCP's optimizer beside weights in another form, a layout that split does not"
+                " keep with these options",
+                "name the layout to write: --to dcp",
+            )
+        return replace(conversion, request=own or conversion.request)
+
+    def place(self, skeleton: Skeleton, _state: WritableState, destination: str) -> Skeleton:
+        """Return the files without ``iter_N``, if the destination has such a name itself."""
+        from reshard.formats.dcp import saved_keys
+
+        return saved_keys.place(skeleton, destination)
 
     def copies_values(self, conversion: StateConversion) -> bool:
         """Return whether the output has the keys and the values of a DCP source."""
@@ -137,11 +139,6 @@ class _OrDeepSpeed(_StateDicts):
     """A writer of state dicts, or of DeepSpeed's checkpoint with a library's files beside it."""
 
     def has_separate_masters(self, _source: Manifest, options: TargetOptions) -> bool:
-        """Return whether to write DeepSpeed's checkpoint: if a ZeRO stage is given.
-
-        Raises:
-            UsageError: both a ZeRO stage and a state dict type are given.
-        """
         if options.zero_stage is not None and options.state_dict_type is not None:
             raise UsageError("--zero-stage", "and --state-dict-type exclude each other here")
         return options.zero_stage is not None
@@ -150,14 +147,9 @@ class _OrDeepSpeed(_StateDicts):
         return request.describe_zero() if request.separate_masters else request.state_dict_type
 
     def adapt(self, conversion: S) -> S:
-        """Return the conversion as DeepSpeed's writer changes it, if that writes the state."""
         engine = registry.find_writer("deepspeed")
         has_engine = conversion.request.separate_masters
         return engine.adapt(conversion) if has_engine else super().adapt(conversion)
-
-    @staticmethod
-    def _keeps_in_engine(name: str, request: Request) -> bool:
-        return registry.find_writer("deepspeed").keeps_value(name, request)
 
 
 class Accelerate(_OrDeepSpeed):
@@ -173,7 +165,9 @@ class Accelerate(_OrDeepSpeed):
 
     def keeps_value(self, name: str, request: Request) -> bool:
         """Return whether DeepSpeed's checkpoint keeps the value."""
-        return request.separate_masters and self._keeps_in_engine(name, request)
+        return request.separate_masters and (
+            registry.find_writer("deepspeed").keeps_value(name, request)
+        )
 
 
 class HFTrainer(_OrDeepSpeed):
@@ -208,10 +202,8 @@ class HFTrainer(_OrDeepSpeed):
             )
         return super().adapt(conversion)
 
-    def keeps_value(self, name: str, request: Request) -> bool:
-        """Return whether DeepSpeed's checkpoint keeps the value, or the name of the directory."""
-        if request.separate_masters:
-            return self._keeps_in_engine(name, request)
+    def keeps_value(self, name: str, _request: Request) -> bool:
+        """Return whether the name of the directory keeps the value."""
         return name == "step"
 
     def find_companion_folders(

@@ -34,8 +34,13 @@ from reshard.training.state import (
     describe_slots_of_flat_tensors,
 )
 from reshard.training.trainer_run import TrainerRun
-from reshard.units import some
+from reshard.units import abridge
 
+# AReaL 1.0.4 ``fsdp_engine.py`` saves the optimizer of each rank beside a model of Hugging Face.
+_ALL_OF_RANKS = (
+    "the weights are in files of ranks, too, not in safetensors files as in the source, whose"
+    " program may not load them"
+)
 _BY_ACCELERATE = ("step", "scheduler", "scaler")  # parts that Accelerate's directory can store
 
 
@@ -75,11 +80,7 @@ def lay_out_dcp(state: WritableState, request: Request) -> LaidOut:
 
 
 def _note_keys(state: WritableState, request: Request, optimizer: str) -> Iterator[str]:
-    """Yield notes on the keys that a program must load, if those of the source are other ones.
-
-    Args:
-        optimizer: the key of the optimizer in the output.
-    """
+    """Yield notes on the keys that a program must load, if those of the source are other ones."""
     if optimizer == "optim" and any(path.endswith(".distcp") for path in state.manifest.files):
         own = "split without --to keeps those of the source"
         if request.keeps_layout:
@@ -113,7 +114,8 @@ def lay_out_fsdp(state: WritableState, request: Request) -> LaidOut:
     is_local = request.state_dict_type == "local"
     lay_out = _lay_out_local if is_local else _lay_out_for_accelerate
     plain = _note_plain(state, request, "ignored_states") if is_local else ()
-    notes = (*plain, *_note_changes_for_accelerate(state, request))
+    idle = _note_idle(state, request) if is_local else ()
+    notes = (*plain, *idle, *_note_changes_for_accelerate(state, request))
     return LaidOut(lay_out(state, request), notes)
 
 
@@ -123,7 +125,9 @@ def lay_out_fsdp2(state: WritableState, request: Request) -> LaidOut:
     if source.origin.format == "fsdp" and source.keyed == "fqn":
         naming = replace(naming, keyed="fqn")
     skeleton = _lay_out_rank_files(state, request, naming)
-    cuts = (*_note_tensor_plan(state, request), *_note_plain(state, request, "ignored_params"))
+    cuts = (*_note_cuts(state, request), *_note_plain(state, request, "ignored_params"))
+    if request.keeps_layout and any(path.endswith(".safetensors") for path in source.files):
+        cuts = (*cuts, _ALL_OF_RANKS)
     return LaidOut(skeleton, (*cuts, *_note_changes(state, request)))
 
 
@@ -133,10 +137,11 @@ def lay_out_verl(state: WritableState, request: Request) -> LaidOut:
         model = _require_units(request, "--fsdp-version 1")
         grid = _choose_grid(rank_files.VERL, request, state.manifest)
         skeleton = flat_files.lay_out_fsdp1_sharded(state, model, request, grid)
+        notes = _note_idle(state, request)
     else:
         skeleton = _lay_out_rank_files(state, request, rank_files.VERL)
-    notes = (*_note_tensor_plan(state, request), *_note_changes(state, request, "scheduler"))
-    return LaidOut(skeleton, notes)
+        notes = _note_cuts(state, request)
+    return LaidOut(skeleton, (*notes, *_note_changes(state, request, "scheduler")))
 
 
 def lay_out_hf_trainer(state: WritableState, request: Request) -> LaidOut:
@@ -328,7 +333,6 @@ def _choose_grid(naming: rank_files.FileNames, request: Request, source: Manifes
 
 
 def _lay_out_state_dicts(state: WritableState, request: Request) -> Skeleton:
-    """Lay out model and optimizer of HF Trainer without DeepSpeed."""
     if request.state_dict_type == "unsharded":
         return hf_trainer.lay_out_unsharded(state, request)
     if request.state_dict_type == "full":
@@ -343,7 +347,6 @@ def _lay_out_state_dicts(state: WritableState, request: Request) -> Skeleton:
 
 
 def _note_changes_for_accelerate(state: WritableState, request: Request) -> tuple[str, ...]:
-    """Return notes on what is derived and dropped in a directory that Accelerate loads."""
     if request.weights_only:
         return ()
     copied = {Path(name).stem for name in state.manifest.train.kept_files}
@@ -352,28 +355,22 @@ def _note_changes_for_accelerate(state: WritableState, request: Request) -> tupl
 
 
 def _note_changes(state: WritableState, request: Request, *storable: str) -> tuple[str, ...]:
-    """Return notes on what is derived and dropped beside the optimizer.
-
-    The report itself lists what is dropped with the optimizer (`Writer.keeps_value`).
-    """
+    # The report itself lists what is dropped with the optimizer (`Writer.keeps_value`).
     return () if request.weights_only else _describe_changes(state, *storable)
 
 
 def _describe_changes(
     state: WritableState, *storable: str, copied: Container[str] = ()
 ) -> tuple[str, ...]:
-    """Return notes on what is derived and dropped.
-
-    Args:
-        storable: the parts of the train state that the layout can store; empty for all parts.
-        copied: the parts that are copied as files of their own.
-    """
+    # ``copied``: the parts that are copied as files of their own.
     train = state.manifest.train
     files = {n: path for n, path in train.kept_files.items() if Path(n).stem not in copied}
     described = {Path(name).stem for name in files} if storable else set[str]()
+    is_unfit = schedules.is_deepspeeds(train.scheduler)
+    held = [part for part in storable if part != "scheduler" or not is_unfit]
     lost = [
         f"not copied: {name}"
-        for name in torch_state_dict.list_dropped(train, storable or None)
+        for name in torch_state_dict.list_dropped(train, held if storable else None)
         if name not in copied and name not in described
     ]
     lost += copied_files.describe_lost(files)
@@ -383,28 +380,43 @@ def _describe_changes(
     return (*derived, *lost, *describe_lost_setup(state))
 
 
-def _note_tensor_plan(state: WritableState, request: Request) -> tuple[str, ...]:
+def _note_cuts(state: WritableState, request: Request) -> Iterator[str]:
     grid, tensor = request.grid, request.tensor
-    return (
-        ()
-        if grid is None or tensor is None
-        else (_describe_tensor_cuts(state, request.model, grid, tensor),)
-    )
+    if grid is not None and tensor is not None:
+        yield _describe_tensor_cuts(state, request.model, grid, tensor)
+    meshes = {tuple(axis for axis, _ in cuts) for cuts in state.manifest.placements.values()}
+    axes = max(meshes, key=len, default=())
+    if grid is None and len(axes) > 1:
+        named = f", e.g. --mesh {'=N,'.join(axes)}=N" if all(axes) else ""
+        yield (
+            f"the ranks form a mesh of one axis, those of the source one of {len(axes)}: a program"
+            f" with such a mesh needs --mesh{named}"
+        )
 
 
 def _note_plain(state: WritableState, request: Request, keyword: str) -> Iterator[str]:
-    """Yield a note on the trained parameters that every rank's file has as a plain tensor.
-
-    Args:
-        keyword: FSDP's argument for the parameters that it leaves whole.
-    """
+    """Yield a note on the trained parameters that every rank's file has as a plain tensor."""
     is_divided = build_is_divided(state, request.model)
     trained = (member.weight for member in state.members)
     plain = [weight.fqn for weight in trained if weight.shape and not is_divided(weight)]
     if plain:
         yield (
-            f"{some(plain)}: plain tensors on each rank, as in the source, whose run did"
+            f"{abridge(plain)}: plain tensors on each rank, as in the source, whose run did"
             f" not shard them; the new run must ignore the same parameters ({keyword})"
+        )
+
+
+def _note_idle(state: WritableState, request: Request) -> Iterator[str]:
+    """Yield a note on parameters without a state whose flat parameter has one."""
+    if request.model is None or request.orig_params is not None:
+        return
+    has_state = {member.fqn: bool(member.slots) for member in state.members}
+    units = [[f for f in unit.members if f in has_state] for unit in request.model.units]
+    idle = [f for unit in units if any(map(has_state.get, unit)) for f in unit if not has_state[f]]
+    if idle:
+        yield (
+            f"the optimizer has no state of {abridge(idle)} (never stepped): zeros at the step of"
+            " its flat parameter are written"
         )
 
 
@@ -414,7 +426,7 @@ def _describe_tensor_cuts(
     weights = torch_state_dict.build_weights(state, divided=build_is_divided(state, model))
     touched = rank_files.find_tensor_cuts(grid, tensor, weights)
     parameters = {value.owner for value in weights.values() if value.divided}
-    cut = sum(each is not None for each in touched.values())
+    cut = sum(dim is not None for dim in touched.values())
     counts = f"{cut} of {len(parameters)} parameters cut, {len(touched) - cut} replicated"
     apart = f"{len(parameters) - len(touched)} match no pattern: stored whole on each of its ranks"
     return f"tensor parallel by the plan of {tensor.source}: {counts}, {apart}"

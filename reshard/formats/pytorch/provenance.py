@@ -81,7 +81,7 @@ def detect_framework(location: Location, parsed: ParsedTree, run: TrainerRun | N
         "fairscale": metadata is not None,
         "torchtitan": is_dcp and "train_state" in root,
         "dcp": is_dcp,
-        "fsdp": parsed.world > 1,
+        "fsdp": parsed.world > 1 or any(map(dcp.detect, parts)),
     }
     return next((name for name, shown in signs.items() if shown), NAME)
 

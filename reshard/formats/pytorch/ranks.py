@@ -61,11 +61,6 @@ class OpenedRanks:
         Args:
             alone: whether no other files are part of the checkpoint.
             alike: see `formats.read`; such files share their tree.
-
-        Raises:
-            CorruptError: a file is damaged.
-            StaleError: a file is a copy of another rank's, or of a run with other ranks.
-            IncompleteError: the tensors of some rank are missing.
         """
         cache, found = PickleCache(), dict[str, TorchFile]()
         savers: dict[str, sharded_reader.Saver | None] = {}
@@ -100,37 +95,30 @@ class OpenedRanks:
         return OpenedRanks(files, {rank: self.trees[rank] for rank in files})
 
     def join(self, place: object) -> ParsedTree:
-        """Join all files into one tree.
-
-        Raises:
-            CorruptError: the ranks contradict each other.
-        """
+        """Join all files into one tree."""
         opened = list(self.files.values())
         distinct = {id(root): (root, self.files[rank].path) for rank, root in self.trees.items()}
         roots, paths = zip(*distinct.values(), strict=True)
-        joined = tree.join_trees(roots, paths)
+        root, differing = tree.join_trees(roots, paths)
         return ParsedTree(
-            root=joined.root,
+            root=root,
             where=str(place),
             files={file.path: file.source() for file in opened},
             world=len(opened),
             globals=set().union(*(file.globals for file in opened)),
-            differing=joined.differing,
+            differing=differing,
         )
 
 
 def _are_alike(file: TorchFile, other: TorchFile) -> bool:
     """Return whether two files have equal pickles but for their ranks, and equal positions."""
-    positions = ([record.byte_offset for record in each.records.values()] for each in (file, other))
+    positions = ([record.byte_offset for record in one.records.values()] for one in (file, other))
     # One set is shared by all files whose pickles `PickleCache` has found to be equal.
     return file.globals is other.globals and next(positions) == next(positions)
 
 
 def _is_numbered_by_rank(files: Mapping[str, Path]) -> bool:
-    """Return whether bare numbers in names are ranks, because the files have shards.
-
-    ``model_0.pt`` and ``model_1.pt`` may as well be two epochs.
-    """
+    # ``model_0.pt`` and ``model_1.pt`` may as well be two epochs.
     matches = [match for name in files if (match := _NUMBERED.fullmatch(name))]
     if any(map(is_of_rank, files)):
         return False
@@ -190,9 +178,6 @@ def find_lost_files(location: Location) -> str:
     """Return "FILE is missing" for ranks that other files or tensors name; empty if there are none.
 
     It explains why tensors are not whole, and proves nothing: rank 0 alone may save a part.
-
-    Raises:
-        CorruptError: a file is damaged, which explains it as well.
     """
     find = match_rank if any(map(is_of_rank, location.files)) else _NUMBERED.fullmatch
     families: dict[str, dict[int, Path]] = {}
@@ -213,7 +198,6 @@ def find_lost_files(location: Location) -> str:
 
 
 def _count_savers(path: Path) -> int:
-    """Return the number of ranks that saved a file's tensors; 1 if these do not state it."""
     saver = None if path.suffix == ".safetensors" else tree.find_saver(torch_reader.read(path))
     return saver.world if saver else 1
 
@@ -252,11 +236,6 @@ def _check_savers(
     *,
     alone: bool,
 ) -> None:
-    """Check that files are of different ranks of one run, by what their tensors state.
-
-    Args:
-        found: what the tensors of each path state.
-    """
     stated = {rank: found[file.path] for rank, file in files.items()}
     savers = {rank: saver for rank, saver in stated.items() if saver is not None}
     if not savers:

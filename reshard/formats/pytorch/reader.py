@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Container, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path, PurePath
 from typing import Any
@@ -20,16 +20,18 @@ from reshard.errors import (
     UsageError,
 )
 from reshard.formats import adjacent_files, huggingface, run_directory
+from reshard.formats.base import ReadHints
 from reshard.formats.dcp import directory as dcp
 from reshard.formats.dcp import hf_shards, reader
 from reshard.formats.huggingface import reader as of_huggingface
-from reshard.formats.pytorch import directory, provenance, torchtune
+from reshard.formats.pytorch import directory, provenance, torch_checkpointing, torchtune
 from reshard.formats.pytorch.directory import (
     find_dcp_parts,
     is_optimizer_folder,
     is_rank_file,
 )
 from reshard.formats.pytorch.lost_files import naming_lost_files
+from reshard.formats.pytorch.rank_parts import join_by_rules
 from reshard.formats.pytorch.ranks import (
     OpenedRanks,
     find_lost_files,
@@ -43,18 +45,18 @@ from reshard.formats.pytorch.stages import (
     find_stages,
     join_stages,
 )
-from reshard.model import ModelHint, ModelShapes
-from reshard.model.adapter_names import VERL, name_in_model
+from reshard.model import ModelHint
+from reshard.model.adapter_names import VERL, name_in_model, rename_from_diffusers
 from reshard.state_dict import assemble, sections
 from reshard.state_dict.global_tensor import GlobalTensor
 from reshard.state_dict.tree import ParsedTree
 from reshard.system.files import MAX_POINTER, read_small_file
 from reshard.training import copied_files, sentence_modules, trainer_run
 from reshard.training.trainer_run import TrainerRun
-from reshard.units import some
+from reshard.units import abridge
 
 _WEIGHTS = re.compile(r"(adapter_)?model(_\d+)?\.safetensors")
-_ADAPTER, _ADAPTER_CONFIG = "adapter_model", "adapter_config.json"
+_ADAPTER_CONFIG = "adapter_config.json"
 _OF_PEFT = "base_model.model."
 _EXTRA_STATE = "extra_state"  # VeOmni 0.1.12 ``checkpoint/dcp_checkpointer.py``
 _OF_STEP = re.compile(r"(?:model|optim(?:izer)?)_(\d{5,})")
@@ -64,30 +66,16 @@ _POINTER = "last_checkpoint"  # of detectron2 and MMEngine, with the name or pat
 _COPY = "{} is not read: it is assumed to be the same model as {}"
 
 
-def read(
-    location: Location,
-    *,
-    key: str | None = None,
-    model: str | None = None,
-    wrap: str | None = None,
-    live: ModelShapes | None = None,
-    alike: Mapping[str, str] | None = None,
-) -> Manifest:
+def read(location: Location, hints: ReadHints) -> Manifest:
     """Read every part of a checkpoint as one manifest, or one file by itself.
-
-    Args:
-        key: the dotted path of the state dict that is the model.
-        model: the user's description of the model (see `model.describe`).
-        wrap: how FSDP 1 wrapped that model, or the one of a config beside the checkpoint.
-        live: the model of the program that loads the checkpoint, for what the files leave open.
-        alike: see `formats.read`.
 
     Raises:
         IncompleteError: a rank's file is missing.
         CorruptError: files contradict each other.
         UnrecognisedError: the parts have no weights, or several models.
-        UsageError: ``wrap`` is given, and there is no model.
+        UsageError: hints have ``wrap``, and there is no model.
     """
+    key, wrap = hints.key, hints.wrap
     # One rank's file stands for all of them; any other file is read by itself.
     saved: list[Collected]
     folders: dict[int, Location] = {}
@@ -100,8 +88,10 @@ def read(
         if folders:
             saved = _read_stage_folders(location, folders, key)
         else:
-            saved, key = _read_stages(location, key, chosen, alike)
+            saved, key = _read_stages(location, key, chosen, hints.alike)
         trainer = adjacent_files.read_trainer_state(location)
+    for tree, _ in saved:
+        join_by_rules(tree, hints.rules)
     first = saved[0][0]
     place = next(iter(folders.values()), location)
     run_of_trainer = trainer_run.read(trainer, f"{location}/{adjacent_files.TRAINER_STATE}")
@@ -117,11 +107,13 @@ def read(
         facts=provenance.describe_framework(framework, versions),
     )
     by_blocks = adjacent_files.is_verl_with_fsdp_1(location)
-    model_hint = ModelHint(model, wrap, by_blocks=by_blocks) if model else None
+    model_hint = ModelHint(hints.model, wrap, by_blocks=by_blocks) if hints.model else None
     own_wrap = run_of_trainer.wrap if run_of_trainer and run_of_trainer.is_flat else None
-    nearby = adjacent_files.find_model(location, wrap or own_wrap)
-    if live is not None and not (wrap or own_wrap):
-        nearby = ModelHint("the live model", known=live)
+    nearby = adjacent_files.find_model(
+        _find_hooked_model(location, root, key) or location, wrap or own_wrap
+    )
+    if hints.live is not None and not (wrap or own_wrap):
+        nearby = ModelHint("the live model", known=hints.live)
     if wrap and not (model_hint or nearby):
         raise UsageError(f"--wrap {wrap}", "has no effect without --model")
     with naming_lost_files(location):
@@ -134,15 +126,16 @@ def read(
     lost = find_lost_files(location) if manifest.unnamed and manifest.unnamed.misfit else ""
     if lost and manifest.unnamed:
         raise IncompleteError(location, f"{lost}: {manifest.unnamed.reason}", FETCH_MISSING)
-    train = _complete_train_state(manifest.train, location, trainer, run_of_trainer)
-    # Lightning counts the updates of all optimizers of a module together (2.6.6
-    # ``loops/progress.py``, ``training_epoch_loop.py``).
-    train = replace(train, sums_optimizers=origin.format == "lightning")
+    train = _complete_train_state(manifest, location, trainer, run_of_trainer)
     if location.chosen:
         return replace(manifest, train=train)
     train = replace(train, rng_files=adjacent_files.list_random_files(location))
-    notes = [*adjacent_files.describe_recipe(location), *directory.describe_stage(location)]
-    notes += [*_describe_missing_optimizer(manifest), *torchtune.compare_epochs(manifest)]
+    notes = [
+        *adjacent_files.describe_recipe(location),
+        *directory.describe_stage(location),
+        *_describe_missing_optimizer(manifest),
+        *torchtune.compare_epochs(manifest),
+    ]
     manifest = replace(manifest, train=train, warnings=(*manifest.warnings, *notes))
     torchtune.refuse_numbers(manifest, root)
     manifest = torchtune.name_optimizer(manifest)
@@ -153,11 +146,8 @@ def read(
 
 
 def _describe_missing_optimizer(manifest: Manifest) -> list[str]:
-    """Return a warning if a scheduler was saved, but not the optimizer that it schedules.
-
-    Source: Accelerate 1.15 ``accelerator.py`` (``save_state``), transformers 5.24 ``trainer.py``
-    (``_save_checkpoint``): both save both of them, or none.
-    """
+    # Source: Accelerate 1.15 ``accelerator.py`` (``save_state``), transformers 5.24 ``trainer.py``
+    # (``_save_checkpoint``): both save both of them, or none.
     is_read = manifest.has_optimizer or manifest.unnamed_optimizers or manifest.unnamed
     if is_read or manifest.train.param_groups or not manifest.train.scheduler:
         return []
@@ -167,14 +157,11 @@ def _describe_missing_optimizer(manifest: Manifest) -> list[str]:
 
 
 def _complete_train_state(
-    train: TrainState, location: Location, trainer: dict[str, Any], own_run: TrainerRun | None
+    manifest: Manifest, location: Location, trainer: dict[str, Any], own_run: TrainerRun | None
 ) -> TrainState:
-    """Return the train state with what the files and names beside the parts state.
-
-    Args:
-        trainer: the state of HF Trainer, or of our own; empty if there is none.
-        own_run: the run of our trainer.
-    """
+    # Lightning counts the updates of all optimizers of a module together (2.6.6
+    # ``loops/progress.py``, ``training_epoch_loop.py``).
+    train = replace(manifest.train, sums_optimizers=manifest.origin.format == "lightning")
     if trainer:
         step = trainer.get("global_step")
         train = replace(
@@ -205,7 +192,7 @@ def _read_stage_folders(
             f"contains the pipeline stages {present}, but not stage {', '.join(map(str, missing))}",
             FETCH_MISSING,
         )
-    saved = [stage for each in folders.values() for stage in _read_stages(each, key, None)[0]]
+    saved = [stage for folder in folders.values() for stage in _read_stages(folder, key, None)[0]]
     for stem, files in group_by_family(directory.find_torch_files(location)).items():
         _add_part(saved[0][0], stem, OpenedRanks.open(files).join(location))
     return saved
@@ -219,13 +206,7 @@ def _read_stages(
 ) -> tuple[list[Collected], str | None]:
     """Read what each pipeline stage saved, like `_collect_parts`; one tree without a pipeline.
 
-    A stage may also have keys of its own in a tree of all (see `divide_stages`).
-
-    Args:
-        chosen: name of the rank's file that the user passed.
-
-    Returns:
-        The trees, and the key, without the name of a file whose tree became the whole.
+    The key comes back without the name of a file whose tree became the whole.
     """
     parts_of_model = (
         item
@@ -251,7 +232,7 @@ def _read_stages(
             key = key[len(by_key) + 1 :] or None
         return divide_stages(*collected) if key is None else [collected], key
     by_stage = [
-        {stem: files for stem, each in families.items() if (files := each.select(ranks)).files}
+        {stem: files for stem, family in families.items() if (files := family.select(ranks)).files}
         for ranks in stages
     ]
     first = _collect_parts(location, by_stage[0], warnings)
@@ -287,16 +268,13 @@ def _leave_out(
     families: dict[str, OpenedRanks], others: list[str], kind: str
 ) -> tuple[dict[str, OpenedRanks], list[str]]:
     kept = {stem: files for stem, files in families.items() if stem not in others}
-    return kept, [f"{kind} were not read: {some(others)}"] if others else []
+    return kept, [f"{kind} were not read: {abridge(others)}"] if others else []
 
 
 def _find_newest(location: Location, families: Mapping[str, OpenedRanks]) -> str | None:
-    """Return the newest of a run's checkpoints in one directory; None if there are not several.
-
-    That is the one that ``last_checkpoint`` names, else the one that is called the latest
-    (Composer's ``latest-rank0.pt``, open_clip's ``epoch_latest.pt``), else the one of the highest
-    number (``ep1-ba20-rank0.pt``). The best one is older than the latest, or a copy of it.
-    """
+    # The newest is the one that ``last_checkpoint`` names, else the one that is called the latest
+    # (Composer's ``latest-rank0.pt``, open_clip's ``epoch_latest.pt``), else the one of the highest
+    # number (``ep1-ba20-rank0.pt``). The best one is older than the latest, or a copy of it.
     if len(families) < 2:
         return None
     pointer = location.files.get(_POINTER)
@@ -347,7 +325,7 @@ def _collect_parts(
             adapter = _read_safetensors(folder, folder.files[directory.ADAPTER])
             # Automodel's optimizer has the names of the model, to which PEFT adds a prefix.
             adapter.root = {fqn.removeprefix(_OF_PEFT): leaf for fqn, leaf in adapter.root.items()}
-            _add_part(whole, _ADAPTER, adapter)
+            _add_part(whole, copied_files.ADAPTER, adapter)
             adapted = folder
             continue
         with _naming_weights(parts, name):
@@ -355,8 +333,8 @@ def _collect_parts(
         _add_part(whole, name, part)
     if _EXTRA_STATE in location.folders and dcp.detect(location):
         _add_extra_state(whole, location.folders[_EXTRA_STATE])
-    weights = _find_safetensors(location)
-    warnings += _describe_others(location, weights)
+    _add_items(whole, location)
+    weights = _find_safetensors(location, whole.files)
     # torch_xla's shards state which parameters the optimizer's are; the Trainer also saves a copy.
     saved = families.get("pytorch_model")
     by_rank = saved is not None and len(saved.files) > 1
@@ -369,7 +347,7 @@ def _collect_parts(
         _add_part(whole, None if alone else stem, files.join(location))
     sharded = any(name.startswith("pytorch_model_fsdp") for name in (*families, *location.folders))
     for stem, path in weights.items():
-        if (sharded or by_rank) and stem in ("model", _ADAPTER):
+        if (sharded or by_rank) and stem in ("model", copied_files.ADAPTER):
             copied = "the ranks' pytorch_model.bin" if by_rank else "pytorch_model_fsdp*"
             warnings.append(_COPY.format(path.name, copied))
         else:
@@ -377,16 +355,17 @@ def _collect_parts(
     whole.saved_modules = _read_saved_modules(adapted)
     whole.modules = sentence_modules.list_files(location.directories[0])
     _add_adapters(whole, location, warnings)
-    return whole, warnings
+    _add_hooked_models(whole, location)
+    read = {*map(str, weights.values()), *whole.files}
+    return whole, [*warnings, *_describe_others(location, read)]
 
 
 @contextlib.contextmanager
 def _naming_weights(parts: Mapping[str, Location], name: str) -> Iterator[None]:
-    """Add to an error about the optimizer's folder how to read the weights alone."""
     try:
         yield
     except (IncompleteError, CorruptError) as error:
-        weights = [folder for each, folder in parts.items() if not is_optimizer_folder(each)]
+        weights = [folder for part, folder in parts.items() if not is_optimizer_folder(part)]
         if is_optimizer_folder(name) and len(weights) == 1:
             error.remedy += f"; or read only the weights: --from torch {weights[0]}"
         raise
@@ -396,6 +375,11 @@ def _add_extra_state(whole: ParsedTree, folder: Location) -> None:
     """Add the scheduler, counters and random states that VeOmni saves beside DCP's files."""
     for stem, files in group_by_family(directory.find_torch_files(folder)).items():
         _add_part(whole, stem, OpenedRanks.open(files).join(folder))
+
+
+def _add_items(whole: ParsedTree, location: Location) -> None:
+    for name, part in torch_checkpointing.read_items(location).items():
+        _add_part(whole, name, part)
 
 
 def _add_part(whole: ParsedTree, name: str | None, part: ParsedTree) -> None:
@@ -423,17 +407,12 @@ def _add_part(whole: ParsedTree, name: str | None, part: ParsedTree) -> None:
 
 
 def _add_adapters(whole: ParsedTree, location: Location, warnings: list[str]) -> None:
-    """Add adapters with names of their own, if there are no other weights.
-
-    PEFT saves each into a folder of its name. Source: PEFT 0.21 ``peft_model.py``
-    (``save_pretrained``).
-    """
-    has_weights = False
-    with contextlib.suppress(UnrecognisedError, UsageError):  # no model, or several
-        has_weights = bool(sections.find(whole.root, "").model)
+    # PEFT saves each adapter into a folder of its name. Source: PEFT 0.21 ``peft_model.py``
+    # (``save_pretrained``).
+    has_weights = _has_model(whole)
     joined = ParsedTree({}, whole.where, {}, plain_is_buffer=False, ordered=False)
     for name, folder in location.folders.items():
-        path = folder.files.get(f"{_ADAPTER}.safetensors")
+        path = folder.files.get(f"{copied_files.ADAPTER}.safetensors")
         if path is None or _ADAPTER_CONFIG not in folder.files:
             continue
         if has_weights:
@@ -446,19 +425,47 @@ def _add_adapters(whole: ParsedTree, location: Location, warnings: list[str]) ->
         tree.root = {name_in_model(fqn, name, modules): leaf for fqn, leaf in tree.root.items()}
         _add_part(joined, None, tree)
     if joined.root:
-        _add_part(whole, _ADAPTER, joined)
+        _add_part(whole, copied_files.ADAPTER, joined)
+
+
+def _add_hooked_models(whole: ParsedTree, location: Location) -> None:
+    if _has_model(whole):
+        return
+    for name, folder in copied_files.find_hooked_models(location).items():
+        if huggingface.detect(folder):
+            _add_part(whole, name, _read_safetensors(folder))
+    lora = location.files.get(copied_files.LORA)
+    if lora is not None:
+        adapter = _read_safetensors(location, lora)
+        adapter.root = rename_from_diffusers(adapter.root)
+        _add_part(whole, copied_files.ADAPTER, adapter)
+
+
+def _find_hooked_model(
+    location: Location, root: Mapping[str, Any], key: str | None
+) -> Location | None:
+    hooked = copied_files.find_hooked_models(location)
+    read = [key] if key else sections.list_trained(hooked.keys() & root.keys())
+    return hooked.get(read[0]) if len(read) == 1 else None
+
+
+def _has_model(whole: ParsedTree) -> bool:
+    with contextlib.suppress(UnrecognisedError, UsageError):  # no model, or several
+        return bool(sections.find(whole.root, "").model)
+    return False
 
 
 def _read_saved_modules(location: Location) -> tuple[str, ...]:
-    """Return ``modules_to_save`` of PEFT's configuration; nothing without one."""
     path = location.files.get(_ADAPTER_CONFIG)
     listed = read_json_object(path).get("modules_to_save") if path else None
     return tuple(filter(None, map(str, listed))) if isinstance(listed, list) else ()
 
 
-def _find_safetensors(location: Location) -> dict[str, Path]:
+def _find_safetensors(location: Location, read: Container[str]) -> dict[str, Path]:
     weights = {
-        Path(name).stem: path for name, path in location.files.items() if _WEIGHTS.fullmatch(name)
+        Path(name).stem: path
+        for name, path in location.files.items()
+        if _WEIGHTS.fullmatch(name) and str(path) not in read
     }
     index = huggingface.find_index(location)
     if "model" not in weights and index:
@@ -466,22 +473,24 @@ def _find_safetensors(location: Location) -> dict[str, Path]:
     return weights
 
 
-def _describe_others(location: Location, read: Mapping[str, Path]) -> list[str]:
+def _describe_others(location: Location, read: Container[str]) -> list[str]:
     """Return a warning if there are weights beside the model's, as LLaMA-Factory's value head."""
     others = [
         name
         for name, path in location.files.items()
         if path.suffix == ".safetensors"
-        and path not in read.values()
+        and str(path) not in read
         and not huggingface.is_shard(name)
         and not dcp.is_hf_shard(name)
     ]
-    return [of_huggingface.OTHERS.format(some(sorted(others)))] if others else []
+    return [of_huggingface.OTHERS.format(abridge(sorted(others)))] if others else []
 
 
-def _read_safetensors(location: Location, path: Path) -> ParsedTree:
-    others = (each for each in location.directories if each != path.parent)
-    manifest = of_huggingface.read(Location([path.parent, *others], path.name))
+def _read_safetensors(location: Location, path: Path | None = None) -> ParsedTree:
+    if path is not None:
+        others = (folder for folder in location.directories if folder != path.parent)
+        location = Location([path.parent, *others], path.name)
+    manifest = of_huggingface.read(location)
     state = {
         e.fqn: GlobalTensor(e.dtype, e.shape, tuple(e.chunks)) for e in manifest.entries.values()
     }

@@ -7,6 +7,7 @@ import re
 from collections import Counter
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import replace
+from math import gcd
 
 from reshard.core.join import join
 from reshard.core.manifest import WEIGHT_KINDS, Entry, Key, Manifest, Origin
@@ -80,10 +81,7 @@ def _find_layers(names: Iterable[str]) -> set[Layer]:
 
 
 def _find_common(stages: Sequence[Collection[str]]) -> str | None:
-    """Return a name that two stages give to tensors of their own; None if there is none.
-
-    Stages may have copies of a tensor that is in no layer, such as a tied weight or a buffer.
-    """
+    # Stages may have copies of a tensor that is in no layer, such as a tied weight or a buffer.
     counted = Counter(name for names in stages for name in names)
     common = next((name for name, times in counted.items() if times > 1), None)
     return None if _are_apart([_find_layers(names) for names in stages]) else common
@@ -123,14 +121,15 @@ def join_stages(
         for stage in stages
     ]
     if (common := _find_common(names)) is not None:
-        having = [s[0].where for s, each in zip(saved, names, strict=True) if common in each]
+        having = [s[0].where for s, own in zip(saved, names, strict=True) if common in own]
         raise UnsupportedError(
             having[1],
             f"contains {common!r}, and so does {having[0]}: the names do not show which layers of"
             " the whole model these are",
             "pass one of these directories to read what it has by itself",
         )
-    mesh = {"world": world, "pp": len(stages)}
+    # A rank can have several stages (an interleaved schedule), or a process all of them.
+    mesh = {"world": world, "pp": gcd(world, len(stages))}
     joined = join(stages, _join_entries(stages))
     joined = replace(joined, origin=replace(joined.origin, mesh=mesh))
     if model_hint is None:
@@ -143,7 +142,6 @@ def join_stages(
 
 
 def _join_entries(stages: Sequence[Manifest]) -> list[Entry]:
-    """Return the entries of all stages; a tensor that several stages have has their replicas."""
     joined: dict[Key, Entry] = {}
     for stage in stages:
         for key, entry in stage.entries.items():

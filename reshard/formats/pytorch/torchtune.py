@@ -46,9 +46,9 @@ def name_optimizer(manifest: Manifest) -> Manifest:
     path = find_config(manifest)
     config = read_json_object(path) if path else {}
     table, heads = _TABLES.get(config.get("model_type", "")), config.get("num_attention_heads")
-    if table is None or not heads:
+    size = config.get("head_dim") or (config.get("hidden_size") or 0) // (heads or 1)
+    if table is None or not heads or not size:
         return manifest
-    size = config.get("head_dim") or config.get("hidden_size", 0) // heads
     model, rules = Architecture(source=str(path), head_dim=size), load_table(table)
     alone = replace(
         manifest, entries=weights, train=TrainState(), tied={}, tied_copies=(), absent=()

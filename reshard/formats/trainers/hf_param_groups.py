@@ -61,13 +61,11 @@ def has_new_optimizer(state: WritableState) -> bool:
 
 
 def _has_deepspeeds_optimizer(manifest: Manifest) -> bool:
-    """Return whether DeepSpeed made the optimizer of the source, as its configuration states."""
     config = manifest.train.config
     return isinstance(config, dict) and "optimizer" in config
 
 
 def _has_trainers_optimizer(state: WritableState) -> bool:
-    """Return whether the Trainer made the optimizer that a DeepSpeed engine then had."""
     train = state.manifest.train
     return (
         state.manifest.origin.format.startswith("deepspeed")
@@ -79,10 +77,8 @@ def _has_trainers_optimizer(state: WritableState) -> bool:
 
 
 def _restore_empty(state: WritableState, *, is_decayed: bool) -> tuple[WritableState, list[str]]:
-    """Return the state with the group without parameters that a DeepSpeed engine leaves out.
-
-    The Trainer makes one where all trained parameters are decayed (LoRA), or none is.
-    """
+    # A DeepSpeed engine leaves out a group without parameters. The Trainer makes one where all
+    # trained parameters are decayed (LoRA), or none is.
     (group,) = state.groups
     if is_decayed:
         groups = [group, TrainedGroup({**group.hyper, "weight_decay": 0.0}, ())]
@@ -96,11 +92,7 @@ def _restore_empty(state: WritableState, *, is_decayed: bool) -> tuple[WritableS
 def _divide(
     state: WritableState, decays: Sequence[bool], *, starts: bool
 ) -> tuple[WritableState, list[str]]:
-    """Return the state with the Trainer's two groups in place of one.
-
-    Args:
-        starts: whether the second group has the weight decay with which the Trainer starts, 0.
-    """
+    # ``starts``: whether the second group has the weight decay with which the Trainer starts, 0.
     (group,) = state.groups
     hypers = (group.hyper, {**group.hyper, "weight_decay": 0.0} if starts else group.hyper)
     groups = [
@@ -111,8 +103,8 @@ def _divide(
         for hyper, wanted in zip(hypers, (True, False), strict=True)
     ]
     divided, notes = replace_groups(state, groups, [[0], [0]])
-    sizes = " and ".join(str(len(each.members)) for each in groups)
-    first, second = (each.hyper.get("weight_decay") for each in groups)
+    sizes = " and ".join(str(len(group.members)) for group in groups)
+    first, second = (group.hyper.get("weight_decay") for group in groups)
     text = (
         f"one param group becomes the Trainer's two, of {sizes} parameters, with weight_decay"
         f" {first} and {second}: --param-groups sets others"

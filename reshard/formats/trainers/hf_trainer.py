@@ -90,8 +90,7 @@ def lay_out_extras(state: WritableState, request: Request) -> Iterator[Skeleton]
     """Yield the Trainer's files beside weights and optimizer."""
     ranks = request.world_size
     scheduler = _get_scheduler(state)
-    is_deepspeeds = schedules.is_deepspeeds(scheduler) and not schedules.is_torchs(scheduler)
-    if not (request.separate_masters and is_deepspeeds):
+    if not (request.separate_masters and schedules.is_deepspeeds(scheduler)):
         yield torch_writer.lay_out_object("scheduler.pt", build_scheduler(state))
     for rank, kept in enumerate(state.rng):
         name = "rng_state.pth" if ranks == 1 else f"rng_state_{rank}.pth"
@@ -130,7 +129,6 @@ def _get_scheduler(state: WritableState) -> Any:
 
 
 def _build_trainer_state(state: WritableState, request: Request) -> dict[str, Any]:
-    """Build a ``trainer_state.json``; the Trainer continues from its step and intervals."""
     return {
         "epoch": 0,
         "global_step": state.step,
@@ -142,7 +140,6 @@ def _build_trainer_state(state: WritableState, request: Request) -> dict[str, An
 
 
 def _find_arguments(state: WritableState, request: Request) -> dict[str, int]:
-    """Return the arguments in ``trainer_state.json``: those of the live Trainer, else defaults."""
     return {
         BATCH: _find_micro_batch(state, request),
         "logging_steps": _EVERY,
@@ -153,7 +150,6 @@ def _find_arguments(state: WritableState, request: Request) -> dict[str, int]:
 
 
 def _needs_trainer_state(state: WritableState) -> bool:
-    """Return whether the source has no ``trainer_state.json`` of HF Trainer to copy."""
     account = state.manifest.train.trainer_state
     return account is None or trainer_run.is_document(account)
 

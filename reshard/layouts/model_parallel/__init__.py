@@ -6,6 +6,7 @@
     shards           the part of a parameter that a tensor-parallel rank holds
     architecture     the sizes of a model that rules need; a model as a target needs it
     patterns         names with fields, as tables write them
+    adapters         LoRA matrices of Megatron's linear layers
     rules            tables: how each parameter is cut and what Hugging Face calls it
     fused_tensors    how a fused tensor is made of its parts, in both directions
     spellings        Hugging Face's names of a parameter: the lines of a table

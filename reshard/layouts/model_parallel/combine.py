@@ -32,10 +32,7 @@ def join_tensor_ranks(ranks: Sequence[Manifest], split_of: SplitOf) -> Manifest:
 
 
 def _make_empty_piece(rank: Manifest, other: Entry) -> Entry:
-    """Return the entry of a rank whose part of the parameter is empty.
-
-    Optimizers have no state for such parts, while the module's state dict lists them.
-    """
+    # Optimizers have no state for empty parts, while the module's state dict lists them.
     parts = (entry for entry in rank.entries.values() if entry.fqn == other.fqn and not entry.numel)
     part = next(parts, None)
     if part is None:

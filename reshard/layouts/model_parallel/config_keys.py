@@ -13,14 +13,16 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
-from reshard.core.schema import a, either, mapping, record, sequence
+from reshard.core.schema import either, make_kind, mapping, record, sequence
 from reshard.layouts.model_parallel.rules import load_document
 from reshard.units import shorten
 
 ANY = "any"  # no value of the key changes what the family computes
 EACH = "each"  # one of these, or a list of them
 NEUTRAL = mapping(  # the structure of a section with neutral values
-    item=either(sequence(), record(each=sequence()), a(f"the word {ANY}", lambda v: v == ANY))
+    item=either(
+        sequence(), record(each=sequence()), make_kind(f"the word {ANY}", lambda v: v == ANY)
+    )
 )
 _EXPERTS = "moe_"
 _OF_CLASSIFIERS = {"id2label", "label2id", "num_labels", "problem_type"}  # no Megatron model is one
@@ -136,10 +138,9 @@ def find_first_difference(one: Mapping[str, Any], other: Mapping[str, Any]) -> s
 
 
 def _is_neutral(value: Any, allowed: Any) -> bool:
-    """Return whether a value is one of those that change nothing in a family."""
     if allowed == ANY:
         return True
     if isinstance(allowed, Mapping):
         values = value if isinstance(value, list) else [value]
-        return all(each in allowed[EACH] for each in values)
+        return all(item in allowed[EACH] for item in values)
     return value in allowed

@@ -100,7 +100,6 @@ class Family:
                 yield f"{name} is {value}, not {usual}"
 
     def _find_odd_args(self, args: Mapping[str, Any]) -> Iterator[str]:
-        """Yield Megatron's arguments with which no model of this family is built."""
         yield from config_keys.find_changing_args(args, self.args, self.neutral_args)
         for name, line in self.args.items():
             value = config_keys.get_default_arg(name) if args.get(name) is None else args[name]
@@ -173,13 +172,12 @@ class Family:
                 yield key, value, flat[key]
 
     def _is_same(self, value: Any, other: Any, positions: int | None) -> bool:
-        """Return whether two values of a config's key make the same model."""
         if isinstance(value, Mapping) or isinstance(other, Mapping):
             # If the arguments state each mscale of YaRN, one of them also scales the softmax.
             lines = filter(None, map(fields.parse_field, self.args.values()))
             states_items = any(line.item for line in lines)
             normal = yarn.make_args if states_items else yarn.normalize
-            one, two = (_normalize_scaling(each, positions, normal) for each in (value, other))
+            one, two = (_normalize_scaling(form, positions, normal) for form in (value, other))
             return one == two
         if isinstance(value, (int, float)) and isinstance(other, (int, float)):
             return isclose(value, other, rel_tol=1e-6)
@@ -213,12 +211,8 @@ def _normalize_scaling(
     positions: int | None,
     normalize_yarn: Callable[[Mapping[str, Any], int | None], dict[str, Any]],
 ) -> dict[str, Any]:
-    """Return a ``rope_scaling`` in a form that compares; empty for none.
-
-    Args:
-        positions: number of positions of the model, a default of YaRN.
-    """
-    stated = {key: each for key, each in (value or {}).items() if each is not None}
+    """Return a ``rope_scaling`` in a form that compares; empty for none."""
+    stated = {key: setting for key, setting in (value or {}).items() if setting is not None}
     kind = stated.pop("type", None)
     kind = stated.setdefault("rope_type", kind)
     if kind in (None, "default"):
@@ -294,7 +288,6 @@ def find_base_type(model_type: object, path: Path | None) -> str | None:
 
 
 def _find_families(name: object, path: Path | None) -> list[Family]:
-    """Return the families of a name or ``model_type``; none if it is unknown."""
     return [f for f in load_families(path).values() if name in (f.name, f.model_type)]
 
 
@@ -474,11 +467,8 @@ def _read_traits(
 
 
 def _flatten_config(config: Mapping[str, Any], family: Family) -> dict[str, Any]:
-    """Return a config under the key names of the family's table.
-
-    transformers 5 keeps rotary positions in ``rope_parameters``, and calls the number of experts
-    ``num_local_experts`` in every class.
-    """
+    # transformers 5 keeps rotary positions in ``rope_parameters``, and calls the number of experts
+    # ``num_local_experts`` in every class.
     flat = dict(config)
     rope = flat.pop("rope_parameters", None)
     if isinstance(rope, Mapping) and set(rope) == set(_LAYER_ROPES):

@@ -66,11 +66,7 @@ def _find_period(flags: tuple[int, ...]) -> list[int]:
 
 
 def _make_layer_types(*types: str) -> FieldForm:
-    """Return the form of a list of numbers that transformers writes as these words.
-
-    Args:
-        types: the word for 0, the word for 1 ...
-    """
+    """Return the form of a list of numbers that transformers writes as these words."""
 
     def read(words: list[str]) -> tuple[int, ...]:
         for word in words:
@@ -305,4 +301,4 @@ def list_fields(
         for key, text in lines.items()
         if key in values and (line := parse_field(text)) is not None
     ]
-    yield from sorted(found, key=lambda each: each[1].needs_others)
+    yield from sorted(found, key=lambda item: item[1].needs_others)

@@ -23,7 +23,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from itertools import accumulate
 
 from reshard.core.box import Index
@@ -75,12 +75,9 @@ class FusedForm:
 
 
 def _reverse_runs(runs: Iterable[RowRun]) -> Iterator[tuple[int, int, int, int]]:
-    """Yield (part's row, fused row, count, step in the part) of runs that fuse a part.
-
-    Runs of neighbouring fused rows stay as they are. The rows of all other runs are joined anew, as
-    a move needs neighbours in its target: rows that are neighbours in the fused tensor, as long as
-    they are equally far apart in the part.
-    """
+    # Runs of neighbouring fused rows stay as they are. The rows of all other runs are joined anew,
+    # as a move needs neighbours in its target: rows that are neighbours in the fused tensor, as
+    # long as they are equally far apart in the part.
     apart: list[tuple[int, int]] = []
     for run in runs:
         if run.step == 1:
@@ -133,7 +130,6 @@ def _stack(*parts: int) -> FusedForm:
 
 
 def _make_gate_up(rows: int, model: Architecture) -> FusedForm:
-    """Return the form of a gated linear unit: the gate's rows, then the rows of up."""
     if rows % 2:
         raise UsageError(
             model.source, f"{rows} rows cannot be split evenly into a gate and an up projection"
@@ -147,58 +143,40 @@ def _make_gate_up_rows(rows: int, model: Architecture) -> FusedForm:
     return FusedForm((rows,), tuple(RowRun(0, 2 * row, row, 2, half) for row in range(half)))
 
 
-def _make_qkv(rows: int, model: Architecture) -> FusedForm:
+def _make_qkv(rows: int, model: Architecture, *, gated: bool = False) -> FusedForm:
     heads, groups = model.require("heads"), model.require("groups")
-    size = model.head_dim or rows // (heads + 2 * groups)
-    if heads % groups or rows != (heads + 2 * groups) * size:
+    wide = 1 + gated  # rows of a head in the first part, in heads: its queries, and its gate
+    size = model.head_dim or rows // (wide * heads + 2 * groups)
+    if heads % groups or rows != (wide * heads + 2 * groups) * size:
         raise UsageError(
             model.source,
             f"states {heads} heads and {groups} key-value heads of {size} rows, but the fused"
-            f" query, key and value have {rows} rows",
-            "pass the config of this model: --model config.json|DIR",
-        )
-    queries = heads // groups * size
-    runs = []
-    for group in range(groups):
-        at = group * (queries + 2 * size)
-        runs += [
-            RowRun(0, group * queries, at, queries),
-            RowRun(1, group * size, at + queries, size),
-            RowRun(2, group * size, at + queries + size, size),
-        ]
-    return FusedForm((heads * size, groups * size, groups * size), tuple(runs))
-
-
-def _make_qkvg(rows: int, model: Architecture) -> FusedForm:
-    """Return the form of `_make_qkv` with gates, as many as queries."""
-    heads, groups = model.require("heads"), model.require("groups")
-    size = model.head_dim or rows // (2 * heads + 2 * groups)
-    if heads % groups or rows != (2 * heads + 2 * groups) * size:
-        raise UsageError(
-            model.source,
-            f"states {heads} heads and {groups} key-value heads of {size} rows, but the fused"
-            f" query, gate, key and value have {rows} rows",
+            f" query, {'gate, ' * gated}key and value have {rows} rows",
             "pass the config of this model: --model config.json|DIR",
         )
     per = heads // groups
+    together = 1 if gated else per  # heads whose rows are neighbours on both sides
     runs = []
     for group in range(groups):
-        at = group * (2 * per + 2) * size
-        for head in range(per):
-            row = 2 * (group * per + head) * size
-            runs.append(RowRun(0, row, at + head * size, size))
-            runs.append(RowRun(0, row + size, at + (per + head) * size, size))
-        runs.append(RowRun(1, group * size, at + 2 * per * size, size))
-        runs.append(RowRun(2, group * size, at + (2 * per + 1) * size, size))
-    return FusedForm((2 * heads * size, groups * size, groups * size), tuple(runs))
+        at = group * (wide * per + 2) * size
+        runs += [
+            RowRun(
+                0,
+                (wide * (group * per + head) + half) * size,
+                at + (half * per + head) * size,
+                together * size,
+            )
+            for head in range(0, per, together)
+            for half in range(wide)
+        ]
+        at += wide * per * size
+        runs += [RowRun(1, group * size, at, size), RowRun(2, group * size, at + size, size)]
+    return FusedForm((wide * heads * size, groups * size, groups * size), tuple(runs))
 
 
 def _make_delta(rows: int, model: Architecture) -> FusedForm:
-    """Return the form of the input projection of a gated delta net.
-
-    Sources: Megatron-LM core_v0.16.1 ``core/ssm/gated_delta_net.py`` (forward); transformers 5.23
-    ``models/qwen3_next/modeling_qwen3_next.py`` (fix_query_key_value_ordering).
-    """
+    # Sources: Megatron-LM core_v0.16.1 ``core/ssm/gated_delta_net.py`` (forward); transformers 5.23
+    # ``models/qwen3_next/modeling_qwen3_next.py`` (fix_query_key_value_ordering).
     keys, values, key, value = _get_delta_sizes(rows, model)
     per = values // keys
     wide = (key, key, per * value, per * value)  # rows of a key head in the first part
@@ -232,7 +210,6 @@ def _get_delta_sizes(rows: int, model: Architecture) -> tuple[int, ...]:
 
 
 def _make_qkv_rows(rows: int, model: Architecture) -> FusedForm:
-    """Return the form whose three parts lie one after the other."""
     return _stack(*_make_qkv(rows, model).parts)
 
 
@@ -264,7 +241,7 @@ _FORMS: Mapping[str, Callable[[int, Architecture], FusedForm]] = {
     "gate_up": _make_gate_up,
     "gate_up_rows": _make_gate_up_rows,
     "qkv": _make_qkv,
-    "qkvg": _make_qkvg,
+    "qkvg": partial(_make_qkv, gated=True),
     "delta": _make_delta,
     "delta_parts": _make_delta_parts,
     "qkv_rows": _make_qkv_rows,

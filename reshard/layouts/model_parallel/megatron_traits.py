@@ -92,15 +92,12 @@ def parse_args(args: Mapping[str, Any], source: str) -> Traits:
 
 
 def _list_patterns(args: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the arguments with each pattern of layers as a list of 0 and 1.
-
-    Source: Megatron-LM core_v0.16.1 ``transformer_config.py`` (N of ``no_rope_freq``: every N-th
-    layer is without rotary positions), ``transformer/utils.py`` ``is_layer_window_attention`` (N of
-    ``window_attn_skip_freq``: every N-th layer is without a window), ``models/gpt/
-    experimental_attention_variant_module_specs.py`` (N of ``linear_attention_freq``: every N-th
-    layer is of full attention); core_v0.19.2 ``models/hybrid/hybrid_layer_allocation.py`` (bars of
-    ``hybrid_layer_pattern`` divide the layers among stages).
-    """
+    # Source: Megatron-LM core_v0.16.1 ``transformer_config.py`` (N of ``no_rope_freq``: every N-th
+    # layer is without rotary positions), ``transformer/utils.py`` ``is_layer_window_attention`` (N
+    # of ``window_attn_skip_freq``: every N-th layer is without a window), ``models/gpt/
+    # experimental_attention_variant_module_specs.py`` (N of ``linear_attention_freq``: every N-th
+    # layer is of full attention); core_v0.19.2 ``models/hybrid/hybrid_layer_allocation.py`` (bars
+    # of ``hybrid_layer_pattern`` divide the layers among stages).
     layers, listed = _get_number(args, "num_layers") or 0, dict(args)
     # The option --apply-layernorm-1p sets a field of the configuration.
     names = ("apply_layernorm_1p", "layernorm_zero_centered_gamma")
@@ -218,7 +215,6 @@ def _is_built_in(scaling: Mapping[str, Any]) -> bool:
 
 
 def _get_number(args: Mapping[str, Any], name: str) -> int | None:
-    """Return a positive integer argument, or None."""
     value = args.get(name)
     return value if type(value) is int and value > 0 else None
 
@@ -230,21 +226,15 @@ def _get_experts(value: Any) -> int | None:
 
 
 def _get_groups(args: Mapping[str, Any], heads: int | None) -> int | None:
-    """Return the number of key-value heads.
-
-    ``num_query_groups`` is 1 by default, and counts only with ``group_query_attention``.
-    """
+    # ``num_query_groups`` is 1 by default, and counts only with ``group_query_attention``.
     if args.get("group_query_attention"):
         return _get_number(args, "num_query_groups")
     return _get_number(args, "num_key_value_heads") or heads
 
 
 def _get_vocabulary(args: Mapping[str, Any]) -> int | None:
-    """Return the number of embedding rows without padding.
-
-    ``vocab_size`` is the tokenizer's, and most often None; NullTokenizer counts one more for its
-    end of document (``core/tokenizers/text/libraries/null_tokenizer.py``).
-    """
+    # ``vocab_size`` is the tokenizer's, and most often None; NullTokenizer counts one more for its
+    # end of document (``core/tokenizers/text/libraries/null_tokenizer.py``).
     size = _get_number(args, "vocab_size")
     if size is None:
         return None
@@ -253,10 +243,7 @@ def _get_vocabulary(args: Mapping[str, Any]) -> int | None:
 
 
 def _list_dense_layers(args: Mapping[str, Any]) -> tuple[int, ...]:
-    """Return the layers without experts.
-
-    ``moe_layer_freq`` is N for experts in every N-th layer, or a list of 0 and 1.
-    """
+    # ``moe_layer_freq`` is N for experts in every N-th layer, or a list of 0 and 1.
     value, layers = args.get("moe_layer_freq"), _get_number(args, "num_layers") or 0
     if isinstance(value, (list, tuple)):
         return tuple(number for number, sparse in enumerate(value) if not sparse)
@@ -293,10 +280,7 @@ def _make_rope_scaling(args: Mapping[str, Any]) -> Mapping[str, Any] | None:
 
 
 def _get_window(args: Mapping[str, Any]) -> int | None:
-    """Return the sliding window.
-
-    transformers counts the token itself, Megatron only the tokens before it.
-    """
+    # transformers counts the token itself, Megatron only the tokens before it.
     window = args.get("window_size")
     if isinstance(window, (list, tuple)) and window and type(window[0]) is int and window[0] >= 0:
         return int(window[0]) + 1
@@ -304,7 +288,6 @@ def _get_window(args: Mapping[str, Any]) -> int | None:
 
 
 def _get_activation(args: Mapping[str, Any], *, gated: bool, linear_bias: bool) -> str:
-    """Return the activation of a feed-forward layer."""
     if gated:
         is_gelu = args.get("activation_func") == _FAST_GELU and not args.get("swiglu")
         return "gelu_pytorch_tanh" if is_gelu else "silu"
@@ -316,14 +299,12 @@ def _get_activation(args: Mapping[str, Any], *, gated: bool, linear_bias: bool) 
 
 
 def _get_aux_loss(args: Mapping[str, Any]) -> float:
-    """Return the factor of the router's load-balancing loss."""
     value = args.get("moe_aux_loss_coeff")
     value = value[0] if isinstance(value, list) and value else value
     return float(value) if isinstance(value, (int, float)) else 0.0
 
 
 def _list_unsupported(args: Mapping[str, Any]) -> list[str]:
-    """Describe settings that no model has: those that are incomplete."""
     unsupported = []
     is_yarn = args.get("position_embedding_type") == yarn.KIND
     if is_yarn and yarn.parse_args(args) is None:

@@ -28,7 +28,7 @@ from reshard.layouts.model_parallel import fused_tensors, moves, shifted, vocabu
 from reshard.layouts.model_parallel.architecture import Architecture
 from reshard.layouts.model_parallel.rules import Table
 from reshard.layouts.model_parallel.spellings import NUMBERS, Spelled, SpelledPart, Spellings
-from reshard.units import some
+from reshard.units import abridge
 
 _EXTRA = "_extra_state"  # of Transformer Engine: no weight
 
@@ -96,7 +96,7 @@ class _Renaming:
         manifest = replace_tensors(self.manifest, entries, copied, self.find_new_names)
         dropped = [fqn for fqn, names in self._new.items() if not names]
         if dropped:
-            self.notes[f"not a weight, left out: {some(dropped, 1)}"] = None
+            self.notes[f"not a weight, left out: {abridge(dropped, 1)}"] = None
         merged = frozenset(name for fqn in self.repeated for name in self.find_new_names(fqn))
         return RenamedState(manifest, tuple(self.notes), merged)
 
@@ -107,18 +107,13 @@ class _Renaming:
         raise NotImplementedError
 
     def find_new_names(self, fqn: str) -> tuple[str, ...]:
-        """Return the result of `spell`, cached; empty for values that are not weights."""
         if fqn not in self._new:
             opaque = fqn.endswith(_EXTRA) or self.spellings.is_computed(fqn)
             self._new[fqn] = () if opaque else self.spell(fqn)
         return self._new[fqn]
 
     def check_shape(self, entry: Entry, *, plain: bool) -> bool:
-        """Return whether an entry has its parameter's shape, so that it is cut like the parameter.
-
-        Raises:
-            UnsupportedError: it has another shape, and its parameter is cut.
-        """
+        """Return whether an entry has its parameter's shape, and so is cut like the parameter."""
         if entry.shape == self.shapes.get(entry.fqn, entry.shape):
             return True
         if not plain:
@@ -145,12 +140,7 @@ class _Renaming:
 def _join_parts(
     where: str, name: str, pieces: Mapping[int, Entry], expected: Mapping[int, str]
 ) -> tuple[list[Entry], DType]:
-    """Return the parts of one tensor in order, and their dtype.
-
-    Args:
-        pieces: the parts that exist, by number.
-        expected: the name of every part that must exist, by number.
-    """
+    """Return the existing ``pieces`` in the order of all ``expected`` names, and their dtype."""
     lacking = [other for number, other in expected.items() if number not in pieces]
     present = list(pieces.values())
     if lacking:
@@ -164,8 +154,6 @@ def _join_parts(
 
 
 class _ToHf(_Renaming):
-    """The renaming from a table's names."""
-
     def __init__(
         self,
         manifest: Manifest,
@@ -213,7 +201,10 @@ class _ToHf(_Renaming):
             return
         entry = self._drop_padding(entry) if padded else entry
         if line.form == fused_tensors.PLAIN:
-            yield _transpose(entry) if line.transposed else entry
+            if len(line.names) > 1:
+                self.notes["each part of a fused layer gets a copy of its lora_A"] = None
+            plain = _transpose(entry) if line.transposed else entry
+            yield from [plain] * len(line.names)
             return
         for shape, part in fused_tensors.make_form(line.form, entry.shape[0], self.model).cut(
             entry.shape
@@ -242,8 +233,6 @@ class _ToHf(_Renaming):
 
 
 class _FromHf(_Renaming):
-    """The renaming to a table's names."""
-
     def __init__(self, manifest: Manifest, table: Table, model: Architecture) -> None:
         super().__init__(manifest, table, model)
         self._parts: dict[str, SpelledPart] = {}
@@ -346,7 +335,6 @@ def _take_slice(entry: Entry, number: int | None, *, transposed: bool) -> Entry:
 
 
 def _transpose(entry: Entry) -> Entry:
-    """Return the transposed matrix; a vector stays as it is."""
     if len(entry.shape) != 2:
         return entry
     chunks = tuple(Permute((1, 0)).apply(entry.chunks))

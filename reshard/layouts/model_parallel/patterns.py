@@ -95,7 +95,6 @@ def _find_offset(text: str, values: Fields) -> int | None:
 
 @cache
 def _compile(text: str) -> tuple[re.Pattern[str], tuple[tuple[str, str], ...]]:
-    """Return the regular expression of a pattern, and its fields with their offsets."""
     at, parts, fields = 0, [], []
     for field in _FIELD.finditer(text):
         parts.append(re.escape(text[at : field.start()]))

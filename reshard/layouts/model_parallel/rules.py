@@ -23,8 +23,9 @@ from pathlib import Path
 from typing import Any
 
 from reshard.core.schema import TEXT, Kind, fields, mapping, sequence
-from reshard.errors import UsageError
+from reshard.errors import UnsupportedError, UsageError
 from reshard.layouts.model_parallel import segments
+from reshard.layouts.model_parallel.adapters import LoraMatrix, parse_matrix
 from reshard.layouts.model_parallel.patterns import Pattern, make_group_key
 from reshard.layouts.model_parallel.segments import Numbers
 from reshard.layouts.model_parallel.shards import REPLICATED, Split
@@ -96,9 +97,6 @@ class Rule:
             gated: whether the model has gated linear units.
             te: whether its layers are Transformer Engine's.
             args: the arguments of the run, of which segments are made.
-
-        Raises:
-            UsageError: the arguments do not state the rows of a segment.
         """
         if self.segments:
             return segments.make_split(self.segments, self.numbers, args or {}, source)
@@ -142,7 +140,6 @@ class _Spelling:
     dialect: str | None
 
     def is_of(self, dialect: str) -> bool:
-        """Return whether a dialect uses it: the dialect's name, or else the table's."""
         return self.dialect == dialect or (self.dialect is None and dialect not in self.rule.others)
 
 
@@ -168,8 +165,8 @@ class Table:
         spellings: dict[str | None, list[_Spelling]] = {None: []}
         for spelling in self._list_spellings():
             group = spelling.pattern.group
-            for each in list(spellings) if group is None else [group]:
-                spellings.setdefault(each, [*spellings[None]]).append(spelling)
+            for dialect in list(spellings) if group is None else [group]:
+                spellings.setdefault(dialect, [*spellings[None]]).append(spelling)
         object.__setattr__(self, "_spellings", spellings)
 
     def _list_spellings(self) -> Iterator[_Spelling]:
@@ -201,7 +198,7 @@ class Table:
         old = tuple(prefixes)
 
         def rename(name: str) -> str:
-            prefix = next((each for each in old if name.startswith(each)), "")
+            prefix = next((prefix for prefix in old if name.startswith(prefix)), "")
             return prefixes.get(prefix, "") + name[len(prefix) :]
 
         rules = tuple(
@@ -209,9 +206,9 @@ class Table:
                 rule,
                 name=Pattern(rename(rule.name.text)),
                 others={
-                    dialect: tuple(Pattern(rename(each.text)) for each in patterns)
+                    dialect: tuple(Pattern(rename(pattern.text)) for pattern in patterns)
                     for dialect, patterns in rule.others.items()
-                    if all(each.text.startswith(old) for each in patterns)
+                    if all(pattern.text.startswith(old) for pattern in patterns)
                 },
             )
             for rule in self.rules
@@ -239,7 +236,9 @@ class Table:
                 fields = spelling.pattern.match(name, constants)
                 if fields is not None:
                     return RuleMatch(spelling.rule, fields, spelling.pattern)
-        return None
+        matrix = parse_matrix(name)
+        adapted = self.find(matrix.weight, constants, dialect) if matrix else None
+        return _derive_rule(adapted, matrix) if matrix and adapted else None
 
     def require(
         self, name: str, constants: Mapping[str, int], dialect: str | None = None
@@ -248,8 +247,16 @@ class Table:
 
         Raises:
             UsageError: no rule names it.
+            UnsupportedError: it is an adapter that experts share.
         """
         match = self.find(name, constants, dialect)
+        if match is None and ".experts." in name and parse_matrix(name):
+            raise UnsupportedError(
+                f"{name!r}",
+                "is LoRA of experts by Megatron-Bridge, where the experts of a rank share an"
+                " adapter, of which the files have that of one rank",
+                "merge the adapter with Megatron-Bridge first (scripts of its peft recipes)",
+            )
         if match is None:
             near = suggest_names(name, (spelling.pattern for spelling in self._list_spellings()))
             raise UsageError(
@@ -258,6 +265,14 @@ class Table:
                 f"state how it is cut in a file: --rules FILE: {FORM}",
             )
         return match
+
+
+def _derive_rule(adapted: RuleMatch, matrix: LoraMatrix) -> RuleMatch:
+    rule = adapted.rule
+    pattern = Pattern(f"{rule.name.text.rpartition('.')[0]}.{matrix.suffix}")
+    cut = matrix.choose_cut(rule.cut)
+    segments = rule.segments if matrix.is_out else {}
+    return RuleMatch(Rule(pattern, cut, {}, False, segments, rule.numbers), adapted.fields, pattern)
 
 
 def suggest_names(name: str, known: Iterable[Pattern]) -> str:
@@ -271,7 +286,7 @@ def load_table(name: str | Path) -> Table:
     """Return a built-in table, or the file of another package, with the table that it extends."""
     table = _load_lines(name)
     documents = map(load_document, (name, *list_bases(name)))
-    repeated = next((each["repeated"] for each in documents if "repeated" in each), None)
+    repeated = next((doc["repeated"] for doc in documents if "repeated" in doc), None)
     return table.repeat(repeated) if repeated else table
 
 
@@ -360,8 +375,10 @@ def parse_document(text: str, source: str) -> Mapping[str, Any]:
         root = yaml.safe_load(text)
     # PyYAML calls itself for each level of nesting, so a deeply nested text exceeds Python's limit.
     except (yaml.YAMLError, RecursionError) as error:
+        mark = getattr(error, "problem_mark", None)
+        at = f" in line {mark.line + 1}" if mark else ""
         raise UsageError(
-            source, f"is not valid YAML: {str(error).splitlines()[0]}", FORM
+            source, f"is not valid YAML{at}: {str(error).splitlines()[0]}", FORM
         ) from error
     if not isinstance(root, dict):
         raise UsageError(source, "has neither 'parameters' nor 'hf'", FORM)
@@ -413,7 +430,7 @@ def _rename_line(line: Any, rename: Callable[[str], str]) -> Any:
     if isinstance(line, str):
         return rename(line)
     if isinstance(line, list):
-        return [_rename_line(each, rename) for each in line]
+        return [_rename_line(part, rename) for part in line]
     names = line.get("names") if isinstance(line, dict) else None
     if not isinstance(names, list):
         return line  # `spellings` refuses it
@@ -436,4 +453,4 @@ def _parse_rule(name: str, line: Any, source: str, numbers: Numbers) -> Rule:
 
 
 def _parse_patterns(value: Any) -> tuple[Pattern, ...]:
-    return tuple(Pattern(str(each)) for each in (value if isinstance(value, list) else [value]))
+    return tuple(Pattern(str(text)) for text in (value if isinstance(value, list) else [value]))

@@ -33,7 +33,7 @@ def make_split(
     if min(rows) < 1:
         raise CorruptError(source, f"states segments of {rows} rows")
     unit = gcd(*rows)
-    return Split(0, tuple(each // unit for each in rows), rows=sum(rows))
+    return Split(0, tuple(row // unit for row in rows), rows=sum(rows))
 
 
 def evaluate(text: str, numbers: Numbers, args: Mapping[str, Any], source: str) -> int:
@@ -55,7 +55,6 @@ def evaluate(text: str, numbers: Numbers, args: Mapping[str, Any], source: str) 
 
 
 def _evaluate(text: str, numbers: Numbers, args: Mapping[str, Any]) -> tuple[int, int] | None:
-    """Return the quotient and the remainder of a product; None if a word is unknown."""
     above, below = 1, 1
     for sign, word in _TOKEN.findall(text):
         number = int(word) if word.isdecimal() else _find(word, numbers, args)

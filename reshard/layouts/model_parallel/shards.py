@@ -33,13 +33,6 @@ class Split:
     summed: bool = False
     rows: int | None = None
 
-    def get_factor(self, kind: str, ranks: int) -> float:
-        """Return the factor from one rank's values to the values of the whole.
-
-        Gradients of a sum are those of each summand: the optimizer's moments are the same.
-        """
-        return float(ranks) if self.summed and kind in WEIGHT_KINDS else 1.0
-
 
 REPLICATED = Split()
 
@@ -85,10 +78,10 @@ def gather(pieces: Sequence[Entry], split: Split) -> Entry:
 
 def scale_shares(entry: Entry, split: Split, ranks: int) -> Entry:
     """Return an entry whose chunks are scaled from one rank's share to the ranks' sum."""
-    factor = split.get_factor(entry.kind, ranks)
-    if factor == 1.0:
+    # Gradients of a sum are those of each summand: the optimizer's moments are the same.
+    if ranks == 1 or not split.summed or entry.kind not in WEIGHT_KINDS:
         return entry
-    return replace(entry, chunks=tuple(replace(c, factor=c.factor * factor) for c in entry.chunks))
+    return replace(entry, chunks=tuple(replace(c, factor=c.factor * ranks) for c in entry.chunks))
 
 
 def list_blocks(
@@ -130,7 +123,6 @@ def _check_rows(fqn: str, split: Split, extent: int) -> None:
 def _cut_blocks(
     fqn: str, shape: Index, split: Split, extents: Sequence[int], rank: int
 ) -> list[tuple[Box, Box]]:
-    """Return (block of the whole, block of the rank's piece) for each fused part."""
     # The whole tensor has each part in one piece, rank after rank; a rank's piece has its shares of
     # all parts one after the other.
     dim, zeros = split.dim or 0, (0,) * len(shape)

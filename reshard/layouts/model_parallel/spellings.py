@@ -19,8 +19,9 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-from reshard.errors import UsageError
+from reshard.errors import UnsupportedError, UsageError
 from reshard.layouts.model_parallel import fused_tensors
+from reshard.layouts.model_parallel.adapters import LoraMatrix, parse_matrix
 from reshard.layouts.model_parallel.patterns import Fields, Pattern
 from reshard.layouts.model_parallel.rules import RuleMatch, Table, suggest_names
 
@@ -39,7 +40,7 @@ class Line:
 
     Args:
         own: the table's name of the parameter.
-        names: the names of the parts from which it is fused.
+        names: the names of the parts from which it is fused; of copies if it is not.
         stacked: the field that numbers the slices of each part; empty if they are not stacked.
         squeezed: whether each part has one more dim of size 1, in front.
         added: what Hugging Face's values have more than the table's.
@@ -107,11 +108,7 @@ class Spellings:
 
     @cached_property
     def lines(self) -> tuple[Line, ...]:
-        """Every line; if a parameter has several, the first one is written.
-
-        Raises:
-            UsageError: a value is not a line.
-        """
+        """Every line; if a parameter has several, the first one is written."""
         source = self.table.source
         return tuple(
             _parse_line(str(name), value, source)
@@ -139,10 +136,12 @@ class Spellings:
             UsageError: no rule, or no line, has the name.
         """
         match = self.table.require(name, self.numbers, self.dialect)
+        matrix = parse_matrix(match.name)
         for line in self.lines:
-            fields = line.own.match(match.name, self.numbers)
+            fields = line.own.match(matrix.weight if matrix else match.name, self.numbers)
             if fields is not None:
-                return Spelled(line, {**self.numbers, **fields}, match)
+                spelled = _adapt_line(name, line, matrix) if matrix else line
+                return Spelled(spelled, {**self.numbers, **fields}, match)
         raise UsageError(
             f"{name!r}",
             f"has no Hugging Face name in {self.table.source}"
@@ -176,6 +175,18 @@ class Spellings:
                 if fields is not None:
                     return SpelledPart(line, {**self.numbers, **fields}, number)
         return None
+
+
+def _adapt_line(name: str, line: Line, matrix: LoraMatrix) -> Line:
+    if line.stacked or line.squeezed:
+        raise UnsupportedError(
+            f"{name!r}", "is an adapter of an expert, of which Hugging Face has all in one tensor"
+        )
+    layers = line.names if matrix.part is None else line.names[matrix.part : matrix.part + 1]
+    names = (f"{layer.text.rpartition('.')[0]}.{matrix.suffix_in_peft}" for layer in layers)
+    is_whole = matrix.is_out and matrix.part is None
+    form = line.form if is_whole else fused_tensors.PLAIN
+    return Line(line.own, form, tuple(map(Pattern, names)))
 
 
 def _parse_line(own: str, value: Any, source: str) -> Line:

@@ -182,4 +182,4 @@ class Traits:
         )
 
 
-OWN = frozenset(each.name for each in fields(Traits))
+OWN = frozenset(trait.name for trait in fields(Traits))

@@ -76,7 +76,6 @@ def _is_sound(key: str, value: Any) -> bool:
 def _get_sizes(
     scaling: Mapping[str, Any], max_positions: int | None
 ) -> tuple[float | None, int | None]:
-    """Return the factor and the positions that it multiplies, with transformers' defaults."""
     original = scaling.get("original_max_position_embeddings") or max_positions
     factor = scaling.get("factor")
     if factor is None and original and max_positions:
@@ -85,13 +84,10 @@ def _get_sizes(
 
 
 def _get_mscales(scaling: Mapping[str, Any], factor: float | None) -> tuple[float, float]:
-    """Return the two numbers from which megatron-core computes the factor of cos and sin.
-
-    It is ``m(mscale) / m(mscale_all_dim)`` where ``m(x)`` is ``0.1 * x * log(factor) + 1``:
-    equal numbers change nothing.
-    """
-    # transformers lets attention_factor override the mscales. The mscale that gives it is the
-    # solution of m(mscale) = attention_factor, as m(0) is 1.
+    # The factor of cos and sin is ``m(mscale) / m(mscale_all_dim)`` where ``m(x)`` is ``0.1 * x *
+    # log(factor) + 1``: equal numbers change nothing. transformers lets attention_factor override
+    # the mscales. The mscale that gives it is the solution of m(mscale) = attention_factor, as m(0)
+    # is 1.
     stated = scaling.get("attention_factor")
     if stated is not None:
         return (float(stated) - 1) / (0.1 * log(factor)) if factor and factor > 1 else 0.0, 0.0
@@ -121,6 +117,5 @@ def parse_args(args: Mapping[str, Any]) -> dict[str, Any] | None:
 
 
 def _get_attention_factor(factor: float, mscale: float, all_dim: float) -> float:
-    """Return the factor of cos and sin, as megatron-core computes it."""
     scale = max(log(factor), 0.0) * 0.1
     return (mscale * scale + 1) / (all_dim * scale + 1)

@@ -66,11 +66,8 @@ def refuse_other_shape(item: ReadItem, entry: Entry, targets: Mapping[str, Any])
 
 
 def _find_whole_shape(target: torch.Tensor) -> Index:
-    """Return the shape of the tensor of which the target may be a part.
-
-    torch 2.15 also loads into a plain tensor that states its place in a whole one
-    (``distributed/checkpoint/protocol.py``).
-    """
+    # torch 2.15 also loads into a plain tensor that states its place in a whole one
+    # (``distributed/checkpoint/protocol.py``).
     protocol = getattr(dcp, "CheckpointableTensor", None)
     if protocol is not None and isinstance(target, protocol):
         return tuple(target.global_shape)
@@ -96,7 +93,7 @@ def refuse_different_aliases(
         entries = first.entry, job.entry
         dtype = min((entry.dtype for entry in entries), key=lambda dtype: dtype.itemsize)
         for cut in contiguous_cuts(job.box.shape, _STAGED_BYTES // dtype.itemsize):
-            a, b = (read_block(pool, each, cut.shift(job.box.origin), dtype) for each in entries)
+            a, b = (read_block(pool, entry, cut.shift(job.box.origin), dtype) for entry in entries)
             if a != b:
                 raise DifferentError(
                     job.item.dest_index.fqn,
@@ -161,7 +158,6 @@ def _refuse_overflow(
 
 
 def _find_target_dtype(job: BlockRead, target: torch.Tensor) -> DType:
-    """Return the target's dtype if the checkpoint's can be cast to it."""
     key = job.item.dest_index.fqn
     dtype = dtypes.BY_NAME.get(str(target.dtype).removeprefix("torch."))
     if tuple(target.shape) != job.box.shape:
@@ -180,7 +176,6 @@ def _find_target_dtype(job: BlockRead, target: torch.Tensor) -> DType:
 
 
 def _fill_through_buffer(pool: SourceFiles, job: BlockRead, target: torch.Tensor) -> Counter[str]:
-    """Fill a tensor that cannot be read into directly, in cuts; return the overflow counts."""
     dtype = _find_target_dtype(job, target)
     overflowed: Counter[str] = Counter()
     longest = _STAGED_BYTES // dtype.itemsize

@@ -31,7 +31,7 @@ from reshard.live.dcp.reader import StorageReader
 from reshard.live.dcp.target import GROUPS, STATE, State, split_optimizer_key
 from reshard.live.memory import iterate_model, iterate_optimizer
 from reshard.training.state import build_unnamed_error
-from reshard.units import some
+from reshard.units import abridge
 
 _MODEL, _OPTIMIZER = "model", "optim"  # prefixes of keys
 _NAMED = 5  # names in a message
@@ -82,7 +82,7 @@ def fill_model_state(
         raise UnsupportedError(
             "the model",
             f"has lists in its state dict, which reshard does not load:"
-            f" {some([repr(name) for name in lists], _NAMED)}",
+            f" {abridge([repr(name) for name in lists], _NAMED)}",
             "leave them out of the state dict (a metric of torchmetrics: metric.persistent(False)),"
             " or load with strict=False (Lightning: module.strict_loading = False)",
         )
@@ -108,14 +108,16 @@ def load_optimizer(
     Raises:
         ReshardError: the checkpoint lacks a value, or has other param groups.
     """
-    names = {each: remove_wrappers(name) for name, each in model.named_parameters()}
+    names = {parameter: remove_wrappers(name) for name, parameter in model.named_parameters()}
     with _hide_empty_groups(optimizer, manifest.train.param_groups):
         state = get_optimizer_state_dict(model, optimizer, options=_BY_PARAMETER)
         fresh = _list_fresh(state, State(manifest))
         own = {key: state.pop(key) for keys in fresh.values() for key in keys}
         live = dict(state)
         read = fill_optimizer_state(state, manifest)
-        groups = [[names.get(each, "") for each in g["params"]] for g in optimizer.param_groups]
+        groups = [
+            [names.get(parameter, "") for parameter in g["params"]] for g in optimizer.param_groups
+        ]
         warnings = _keep_mixed_hyper(state, live, groups)
         set_optimizer_state_dict(model, optimizer, state | own, options=_BY_PARAMETER)
     for parameter, name in names.items():
@@ -126,10 +128,7 @@ def load_optimizer(
 
 
 def _list_fresh(state: Mapping[str, Any], stored: State) -> dict[str, list[str]]:
-    """Return the parameters that the source has never stepped, each with its keys in a state dict.
-
-    torch gives every parameter a state before it returns a state dict of the optimizer.
-    """
+    # torch gives every parameter a state before it returns a state dict of the optimizer.
     keys: dict[str, list[str]] = {}
     for key in state:
         part, owner, _ = split_optimizer_key(key)
@@ -145,15 +144,7 @@ def _list_fresh(state: Mapping[str, Any], stored: State) -> dict[str, list[str]]
 def _keep_mixed_hyper(
     state: dict[str, Any], live: Mapping[str, Any], groups: Sequence[Sequence[str]]
 ) -> list[str]:
-    """Keep a live group's hyperparameters that differ in the source; return a warning for each.
-
-    torch would give all parameters of the group the value of the first one.
-
-    Args:
-        state: a flat state dict with the values of the source.
-        live: the same keys with the values of the live optimizer.
-        groups: the parameters of each live group, without wrappers.
-    """
+    # torch would give all parameters of the group the value of the first one.
     keys: dict[str, dict[str, str]] = {}
     for key in state:
         part, owner, name = split_optimizer_key(key)
@@ -163,7 +154,7 @@ def _keep_mixed_hyper(
     for fqns in groups:
         members = [keys[fqn] for fqn in fqns if fqn in keys]
         for name in members[0] if members else ():
-            same = [each[name] for each in members]
+            same = [own[name] for own in members]
             if any(state[key] != state[same[0]] for key in same):
                 state.update((key, live[key]) for key in same)
                 warnings.append(
@@ -177,12 +168,9 @@ def _keep_mixed_hyper(
 def _hide_empty_groups(
     optimizer: torch.optim.Optimizer, stored: Sequence[ParamGroup]
 ) -> Iterator[None]:
-    """Take the param groups without parameters out of an optimizer, within this block.
-
-    torch's flat state dicts name a group by its first parameter (torch 2.13
-    ``distributed/checkpoint/state_dict.py``, ``_unflatten_optim_state_dict``). An empty group takes
-    the hyperparameters of the source's group if that is empty, too.
-    """
+    # torch's flat state dicts name a group by its first parameter (torch 2.13
+    # ``distributed/checkpoint/state_dict.py``, ``_unflatten_optim_state_dict``). An empty group
+    # takes the hyperparameters of the source's group if that is empty, too.
     groups = optimizer.param_groups
     if len(stored) == len(groups):
         for group, source in zip(groups, stored, strict=True):
@@ -232,6 +220,6 @@ def _refuse_unused(manifest: Manifest, state: Mapping[str, Any]) -> None:
     if unused:
         raise DifferentError(
             manifest.origin.path,
-            f"has {some([repr(fqn) for fqn in unused], _NAMED)}, which the model does not have",
-            "load into the model that was saved, or pass strict=False",
+            f"has {abridge([repr(fqn) for fqn in unused], _NAMED)}, which the model does not have",
+            "load into the model that was saved, or set module.strict_loading = False (Lightning)",
         )

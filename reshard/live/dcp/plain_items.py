@@ -16,7 +16,7 @@ from reshard.core.manifest import MEMBER_LISTS, WEIGHT_KINDS, Entry, ParamGroup
 from reshard.errors import DifferentError, IncompleteError, UsageError
 from reshard.live.dcp.target import STATE, STEP, Hyper, Keys, Resolved, Step, iterate_splits
 from reshard.training.param_groups import THAW
-from reshard.units import counted, some
+from reshard.units import abridge, counted
 
 # What torch's schedulers add to param groups (torch 2.13 ``optim/lr_scheduler.py``,
 # ``optim/swa_utils.py``).
@@ -68,7 +68,6 @@ class PlainItems:
                 self._put(item, value[0])
 
     def _put(self, item: ReadItem, value: Any) -> None:
-        """Pass one value to the planner; a tensor of the target is filled in place, as in DCP."""
         key = item.dest_index.fqn
         target = self.targets.get(key)
         if isinstance(target, torch.Tensor):
@@ -89,7 +88,6 @@ class PlainItems:
         self.planner.load_bytes(item, stream)
 
     def _convert_step(self, item: ReadItem, step: float) -> Any:
-        """Return a step count in the target's type; by default a float32 scalar, as in torch."""
         target = self.targets.get(item.dest_index.fqn)
         if isinstance(target, torch.Tensor | float):
             return step
@@ -100,9 +98,9 @@ class PlainItems:
     def _read_hyper(self, item: ReadItem, hyper: Hyper) -> tuple[Any] | None:
         """Return the value in a tuple, or None if the target keeps its own.
 
-        A number that the checkpoint lacks is missing. A switch (a bool or None, such as
-        ``foreach``) is the target's choice then: DeepSpeed's own Adams store none of torch's. So is
-        what a scheduler has added to the live optimizer: the run that saved may have had none.
+        A switch (a bool or None, such as ``foreach``) that is missing is the target's choice:
+        DeepSpeed's own Adams store none of torch's. So is what a scheduler has added to the live
+        optimizer: the run that saved may have had none.
         """
         key = item.dest_index.fqn
         target = self.targets.get(key)
@@ -175,10 +173,10 @@ class PlainItems:
                     "take the state dict with"
                     " torch.distributed.checkpoint.state_dict.get_optimizer_state_dict",
                 )
-        names = some([repr(name) for name in missing], _NAMED)
+        names = abridge([repr(name) for name in missing], _NAMED)
         remedy = (
-            "leave the tensor out of the state dict, or load with"
-            " planner=DefaultLoadPlanner(allow_partial_load=True)"
+            "leave it out of the state dict (StorageReader has weights and optimizer state alone)"
+            ", or load with planner=DefaultLoadPlanner(allow_partial_load=True)"
         )
         if all(any(r.startswith(f"{STATE}.") for _, r in iterate_splits(key)) for key in missing):
             remedy += (
@@ -188,10 +186,7 @@ class PlainItems:
         raise IncompleteError(path, f"does not have {names}, which the target requests", remedy)
 
     def _refuse_empty_optimizer(self) -> None:
-        """Refuse a target with the param groups of an optimizer that has not created its state yet.
-
-        DCP loads only keys of the target, so it would leave out the moments without an error.
-        """
+        """DCP loads only keys of the target, so it would leave out the moments without an error."""
         state = self.keys.state
         if not self.hypers or not state.slots:
             return
@@ -206,11 +201,8 @@ class PlainItems:
             )
 
     def _is_harmless(self, key: str) -> bool:
-        """Return whether a missing key is an empty tensor or an alias of a tensor that is loaded.
-
-        DeepSpeed leaves empty parameters out of its optimizer, and Hugging Face aliases out of its
-        files.
-        """
+        # DeepSpeed leaves empty parameters out of its optimizer, and Hugging Face aliases out of
+        # its files.
         target = self.targets.get(key)
         if not isinstance(target, torch.Tensor):
             return False

@@ -179,11 +179,7 @@ class StorageReader(storage.StorageReader):
 
 
 def _find_live_form(manifest: Manifest) -> Manifest | None:
-    """Return the training state in the form that a live model of transformers has.
-
-    Returns:
-        None if the checkpoint has that form, or if nothing states a model of transformers.
-    """
+    """Return None if the checkpoint has the live form, or states no model of transformers."""
     source = registry.describe_source(manifest)
     if not source.names.of_own_models:
         return restore_memory_form(manifest)
@@ -194,11 +190,7 @@ def _find_live_form(manifest: Manifest) -> Manifest | None:
 
 
 def _find_other_names(source: Manifest, in_memory: Manifest | None) -> State | None:
-    """Return the training state under other names, for a key that its usual names lack.
-
-    Args:
-        in_memory: the source in the form that has the usual names; None if it is the source.
-    """
+    # `in_memory` is the source in the form with the usual names; None if the source has it.
     if in_memory is not None:
         return State(source)
     if registry.describe_source(source).names.of_own_models:
@@ -208,7 +200,6 @@ def _find_other_names(source: Manifest, in_memory: Manifest | None) -> State | N
 
 
 def _rename(manifest: Manifest, source: Source) -> Manifest | None:
-    """Return a state whose names are of the format's own models under those of transformers."""
     named = naming.choose_names(manifest, source.names, NameOptions())
     if named.config is None:
         return None

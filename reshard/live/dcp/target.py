@@ -65,7 +65,6 @@ class State:
         self.group_of = {fqn: n for n, group in enumerate(self.groups) for fqn in group.fqns}
 
     def _start_idle(self) -> None:
-        """Add zeros, which no chunk fills, for the parameters that an Adam has never updated."""
         held: dict[str, dict[str, Entry]] = {}
         for (fqn, slot), entry in self.slots.items():
             held.setdefault(fqn, {})[slot] = entry

@@ -54,10 +54,12 @@ def read_hyper(
 
 def build_tensors(hyper: Mapping[str, Any]) -> dict[str, Any]:
     """Return hyper-parameters for a pickle, with a tensor for each number that was one."""
-    from reshard.containers.torch_writer import Slot, Storage
+    from reshard.containers.torch_writer import Storage, StorageView
 
     return {
-        name: Slot(Storage(value.dtype, 1, data=pack_number(value, value.dtype)), value.shape)
+        name: StorageView(
+            Storage(value.dtype, 1, data=pack_number(value, value.dtype)), value.shape
+        )
         if isinstance(value, TensorNumber)
         else restore_sets(value)
         for name, value in hyper.items()
@@ -65,7 +67,6 @@ def build_tensors(hyper: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _read_tensor(value: Any, pool: SourceFiles | None) -> TensorNumber | None:
-    """Return the number in a tensor of one element; None for other values."""
     if isinstance(value, Tensor):  # from one file, before the ranks' values were joined
         value = GlobalTensor(value.dtype, value.shape, (value.chunk,))
     if not is_tensor(value):

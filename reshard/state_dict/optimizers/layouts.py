@@ -125,7 +125,7 @@ class WholeLayout:
         It is -1, which nothing has, if ranks have slices of different shapes.
         """
         shape = infer_shape(slots)
-        is_cut = shape is None and any(map(_differs_on_ranks, select_tensors(slots).values()))
+        is_cut = shape is None and None in map(as_global, select_tensors(slots).values())
         if is_cut or shape is None or not self.known.blocks:
             return -1 if is_cut else shape
         tensors = filter(None, map(as_global, select_tensors(slots).values()))
@@ -232,7 +232,7 @@ class UnitLayout(WholeLayout):
             for piece in flat_params.locate_pieces(replica, owner.numel)
         ]
         for fqn, tensor in owner.build_tensors(pieces).items():
-            yield Entry(fqn, slot, tensor.dtype, tensor.shape, tensor.chunks)
+            yield tensor.make_entry(fqn, slot)
 
 
 def _build_whole_entry(fqn: str, slot: str, value: Any) -> Entry:
@@ -243,16 +243,12 @@ def _build_whole_entry(fqn: str, slot: str, value: Any) -> Entry:
             f"{slot} of {fqn!r} has different shapes on different ranks: {sorted(value.shapes())}",
             "slices of a flat optimizer are stored under a parameter's name: save it with DCP",
         )
-    return Entry(fqn, slot, tensor.dtype, tensor.shape, tensor.chunks)
+    return tensor.make_entry(fqn, slot)
 
 
 def _get_single_size(sizes: set[int]) -> Signature:
     """Return the only size; -1, which nothing has, if there are several; None if there is none."""
     return sizes.pop() if len(sizes) == 1 else -1 if sizes else None
-
-
-def _differs_on_ranks(value: Any) -> bool:
-    return as_global(value) is None
 
 
 def _is_1d(value: Any) -> bool:
@@ -269,10 +265,8 @@ def _select_cut(slots: Slots) -> Iterator[Any]:
 
 
 def _split_replicas(value: LocalTensors, shards: int) -> list[list[Chunk]]:
-    """Split the ranks' pieces by replica: ranks 0 to ``shards - 1`` are the first replica.
-
-    FSDP 1's hybrid groups are consecutive ranks (``_init_process_group_state_for_hybrid_shard``).
-    """
+    # Ranks 0 to ``shards - 1`` are the first replica: FSDP 1's hybrid groups are consecutive ranks
+    # (``_init_process_group_state_for_hybrid_shard``).
     groups: dict[int, list[Chunk]] = {}
     for rank in sorted(value.pieces):
         groups.setdefault(rank // shards, []).append(value.pieces[rank])
@@ -359,7 +353,6 @@ def _check_stored_names(
     members: Sequence[Sequence[Any]],
     signs: Sequence[Sequence[Signature]],
 ) -> dict[Any, str]:
-    """Return the names that the file itself gives, if the states fit those parameters."""
     for keys, group_signs in zip(members, signs, strict=True):
         for key, sign in zip(keys, group_signs, strict=True):
             if sign is not None and stored[key] not in candidates:

@@ -137,7 +137,6 @@ def name_jointly(
 def _match_interleaved(
     candidates: Mapping[str, Signature], groups: SignatureGroups
 ) -> NameGroups | None:
-    """Return the names if the groups fit into the model's order side by side in exactly one way."""
     order = list(candidates.items())
     spare = len(order) - sum(map(len, groups))
     # A state is the number of members that each group has placed. For each parameter, keep the
@@ -220,13 +219,8 @@ def match_live_groups(
 
 
 def _rank(groups: Sequence[Mapping[str, Any]], keys: Sequence[str]) -> list[int]:
-    """Return the rank of a hyperparameter of each group; equal ranks if some group has none.
-
-    A schedule scales the rates of all groups, which keeps their ranks.
-
-    Args:
-        keys: the names of the hyperparameter; the first one that all groups have counts.
-    """
+    # A schedule scales the rates of all groups, which keeps their ranks. Of the names of the
+    # hyperparameter (``keys``), the first one that all groups have counts.
     for key in keys:
         values: list[Any] = [group.get(key) for group in groups]
         values = [tuple(value) if isinstance(value, list) else value for value in values]
@@ -283,7 +277,6 @@ def _match_in_order(
 def _match_subsequence(
     candidates: Mapping[str, Signature], group: Sequence[Signature]
 ) -> list[str] | None:
-    """Return the names if the group fits into the model's order in exactly one way."""
     order = list(candidates.items())
     # The match is unique exactly if the leftmost and the rightmost one are the same.
     first = _match_leftmost(order, group)
@@ -309,7 +302,6 @@ def _match_leftmost(
 def _match_by_signature(
     candidates: Mapping[str, Signature], groups: SignatureGroups, by_shape: Collection[int]
 ) -> NameGroups:
-    """Name members whose signature no other group shares."""
     alike: dict[Signature, list[str]] = defaultdict(list)
     for fqn, sign in candidates.items():
         alike[sign].append(fqn)
@@ -354,7 +346,6 @@ def _refuse_unsorted(
     named: NameGroups,
     by_shape: Collection[int],
 ) -> None:
-    """Refuse parameters with equal signatures in a group that should be sorted by shape."""
     for number in by_shape:
         signs: list[Any] = [sign for sign in groups[number] if sign is not None]
         pairs = zip(groups[number], named[number], strict=True)
@@ -366,7 +357,6 @@ def _refuse_unsorted(
 
 
 def _name_stateless(groups: NameGroups, order: list[str]) -> None:
-    """Name members without state where the names around them leave one choice."""
     position = {fqn: index for index, fqn in enumerate(order)}
     free = set(order) - {fqn for group in groups for fqn in group}
     for group in groups:

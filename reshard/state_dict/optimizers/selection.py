@@ -20,7 +20,7 @@ from reshard.state_dict.optimizers.layouts import KnownParameters
 from reshard.state_dict.optimizers.states import ParsedOptimizer
 from reshard.state_dict.tree import ParsedTree, format_path
 from reshard.system.files import SourceFiles
-from reshard.units import some
+from reshard.units import abridge
 
 _MERGED = "{} optimizers are merged into one with all param groups: {}"
 
@@ -75,7 +75,6 @@ def select_optimizers(
 def _read_as_assumed(
     value: Mapping[str, Any], assumptions: Iterable[KnownParameters], pool: SourceFiles
 ) -> ParsedOptimizer:
-    """Return an optimizer as the first description reads it that gives its parameters names."""
     optimizer = ParsedOptimizer()
     for assumed in assumptions:
         optimizer = states.read(value, assumed, pool)
@@ -91,18 +90,15 @@ def _read_jointly(
     model: ModelShapes | None,
     pool: SourceFiles,
 ) -> tuple[list[sections.Path], ParsedOptimizer]:
-    """Return the optimizers that divide the model's parameters among them, and all of them as one.
-
-    There are none if fewer than two number their parameters, if not all of these can be named, or
-    if one may be that of another model.
-    """
+    # There are none if fewer than two number their parameters, if not all of these can be named, or
+    # if one may be that of another model.
     none: tuple[list[sections.Path], ParsedOptimizer] = ([], ParsedOptimizer())
     numbered = {
         path: value
         for path, value in parts.optimizers.items()
         if not (path and str(path[-1]) in weights) and states.can_be_joined(value)
     }
-    if len(numbered) < 2 or sections.is_average(parts):
+    if len(numbered) < 2 or sections.find_trained(parts):
         return none
     count = sum(map(states.count_parameters, numbered.values()))
     if parts.other_models and count not in map(len, _list_candidates(count, weights, model)):
@@ -114,7 +110,7 @@ def _read_jointly(
     whole = _read_as_assumed(states.join(numbered.values(), pool), assumptions, pool)
     if whole.why_unnamed or not whole.entries:
         return none
-    shown = some(list(map(format_path, numbered)))
+    shown = abridge(list(map(format_path, numbered)))
     whole.notes.append(_MERGED.format(len(numbered), shown))
     return list(numbered), whole
 
@@ -122,17 +118,14 @@ def _read_jointly(
 def _list_assumptions(
     known: KnownParameters, count: int, weights: Mapping[str, Entry], model: ModelShapes | None
 ) -> Iterator[KnownParameters]:
-    """Yield descriptions of an optimizer's parameters, to be tried one after the other.
-
-    Shapes usually suffice. The last ones require that a state is stored in the same blocks as its
-    weight, which tells buffers and parameters that FSDP ignored from sharded ones.
-    """
+    # Shapes usually suffice. The last ones require that a state is stored in the same blocks as its
+    # weight, which tells buffers and parameters that FSDP ignored from sharded ones.
     frozen = [model.frozen, frozenset[str]()] if model and model.frozen else [frozenset[str]()]
     for without_state in frozen:
         for shapes in _list_candidates(count, weights, model):
             yield replace(known, shapes=shapes, frozen=without_state)
     blocks = {fqn: find_boxes(entry.chunks) for fqn, entry in weights.items()}
-    if any(len(each) > 1 for each in blocks.values()):
+    if any(len(boxes) > 1 for boxes in blocks.values()):
         for shapes in _list_candidates(count, weights, model):
             yield replace(known, shapes=shapes, blocks=blocks)
 
@@ -140,11 +133,8 @@ def _list_assumptions(
 def _list_candidates(
     count: int, weights: Mapping[str, Entry], model: ModelShapes | None
 ) -> Iterator[dict[str, Index]]:
-    """Yield the sets of parameters that an optimizer may have, the most likely one first.
-
-    Args:
-        count: number of parameters that the optimizer lists. Programs may give it frozen ones too.
-    """
+    # The most likely ones first. ``count``: parameters that the optimizer lists. Programs may give
+    # it frozen ones too.
     if model is not None:
         trained = {f: shape for f, shape in model.parameters.items() if f not in model.frozen}
         if count == len(trained) < len(model.parameters):
@@ -166,13 +156,12 @@ def _list_candidates(
 def _select_own(
     parts: sections.Sections, read: Mapping[sections.Path, ParsedOptimizer], weights: set[str]
 ) -> list[ParsedOptimizer]:
-    """Return the optimizers of the chosen model, where a checkpoint has those of several."""
-    if sections.is_average(parts):
+    if trained := sections.find_trained(parts):
         reason = (
-            "state_dict holds the averaged weights of Lightning's WeightAveraging, and the"
-            f" optimizer trains those of {sections.TRAINED}"
+            f"{format_path(parts.model_path)} holds the averaged weights, and the optimizer trains"
+            f" those of {trained}"
         )
-        return [_leave_out(read, reason, f"choose the trained weights: --key {sections.TRAINED}")]
+        return [_leave_out(read, reason, f"choose the trained weights: --key {trained}")]
     if len(read) == 1:
         return list(read.values())
     number = sections.parse_number(parts.model_path)
@@ -198,12 +187,12 @@ def _select_own(
         return [_leave_out(fitting, reason, "choose another model with --key NAME")]
     lost = [path for path in read if path not in fitting and not parts.other_models]
     if len(fitting) > 1:
-        shown = some(list(map(format_path, fitting)))
+        shown = abridge(list(map(format_path, fitting)))
         next(iter(fitting.values())).notes.append(_MERGED.format(len(fitting), shown))
     if not lost:
         return list(fitting.values())
     notes = list(dict.fromkeys(note for path in lost for note in read[path].notes))
-    shown = some(list(map(format_path, lost)))
+    shown = abridge(list(map(format_path, lost)))
     notes.append(f"optimizers that match no parameter are left out: {shown}")
     stated = tuple(format_path(path) for path in lost if states.has_state(parts.optimizers[path]))
     why = next((read[path].why_unnamed for path in lost if read[path].why_unnamed), None)
@@ -214,7 +203,6 @@ def _select_own(
 def _leave_out(
     optimizers: Mapping[sections.Path, ParsedOptimizer], reason: str, advice: str
 ) -> ParsedOptimizer:
-    """Return nothing but why none of the optimizers is the model's."""
     left = "optimizer is" if len(optimizers) == 1 else "optimizers are"
     return ParsedOptimizer(
         notes=[f"the {left} left out: {reason}"],
@@ -226,7 +214,6 @@ def _leave_out(
 def _select_nearest(
     model: sections.Path, fitting: Mapping[sections.Path, ParsedOptimizer]
 ) -> dict[sections.Path, ParsedOptimizer]:
-    """Prefer optimizers near the model, by path and by name, else those of the most files."""
     if len(fitting) < 2:
         return dict(fitting)
     depths = {path: _count_common(path, model) for path in fitting}
@@ -243,7 +230,6 @@ def _select_nearest(
 
 
 def _count_common(one: sections.Path, other: sections.Path) -> int:
-    """Return the number of first parts that two paths share."""
     return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(one, other, strict=False)))
 
 

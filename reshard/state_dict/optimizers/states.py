@@ -43,7 +43,7 @@ from reshard.state_dict.plain_values import to_plain
 from reshard.state_dict.tree import LocalTensors, as_global, as_list, is_tensor
 from reshard.system.files import SourceFiles
 from reshard.training import optimizers
-from reshard.units import counted, some
+from reshard.units import abridge, counted
 
 _STATE, _GROUPS = "state", "param_groups"
 _ASK = " (pass --model config.json|DIR|module:factory to name its parameters)"
@@ -97,15 +97,11 @@ def is_optimizer(value: Any) -> bool:
 
 
 def _has_groups_by_names(value: Mapping[str, Any]) -> bool:
-    """Return whether the param groups of an optimizer are in a dict, whose keys join their names.
-
-    Source: facebookresearch/optimizers ``distributed_shampoo.py`` (``distributed_state_dict``).
-    """
+    # Source: facebookresearch/optimizers ``distributed_shampoo.py`` (``distributed_state_dict``).
     return bool(value.get(_STATE)) and isinstance(value.get(_GROUPS), dict)
 
 
 def _list_groups(value: Mapping[str, Any]) -> Sequence[Any] | None:
-    """Return the param groups of an optimizer; None if they have another form."""
     groups = value[_GROUPS]
     return list(groups.values()) if _has_groups_by_names(value) else as_list(groups)
 
@@ -163,9 +159,6 @@ def read(value: Any, known: KnownParameters, pool: SourceFiles) -> ParsedOptimiz
     """Read every slot, step and group of one optimizer.
 
     State whose parameter is unknown is left out with a note; it is never guessed.
-
-    Raises:
-        CorruptError: slots or param groups that contradict one another.
     """
     state, groups = _normalize(value)
     # A flattened state dict has a group for each parameter, even if the optimizer had only one.
@@ -216,15 +209,9 @@ def read(value: Any, known: KnownParameters, pool: SourceFiles) -> ParsedOptimiz
 def _refuse_unlisted(
     state: Mapping[Any, Slots], keys: Sequence[Any], known: KnownParameters
 ) -> None:
-    """Refuse the state of a parameter that no param group lists, as no optimizer has it.
-
-    torch numbers the members of the groups, so that each number with a state is one of them. Of
-    names DCP keeps one pipeline stage's list; there a group also has to list a name that no weight
-    has.
-
-    Raises:
-        CorruptError: there is one.
-    """
+    # torch numbers the members of the groups, so that each number with a state is one of them. Of
+    # names DCP keeps one pipeline stage's list; there a group also has to list a name that no
+    # weight has.
     listed = set(keys)
     lost = [key for key in state if key not in listed]
     strange = [key for key in listed if isinstance(key, str) and key not in known.shapes]
@@ -276,14 +263,14 @@ def add_masters(value: Mapping[str, Any], masters: Any) -> dict[str, Any] | None
     """
     state, groups = _normalize(value)
     listed = as_list(masters) or []
-    own = [as_list(each) for each in listed if not is_tensor(each)]
+    own = [as_list(part) for part in listed if not is_tensor(part)]
     if own and (len(own) != len(listed) or len(own) != len(groups) or None in own):
         return None
     members = [_list_members(group) for group in groups]
-    if own and list(map(len, members)) != [len(each or ()) for each in own]:
+    if own and list(map(len, members)) != [len(part or ()) for part in own]:
         return None
-    keys = [key for each in members for key in each]
-    tensors = [tensor for each in own for tensor in each or ()] if own else listed
+    keys = [key for part in members for key in part]
+    tensors = [tensor for part in own for tensor in part or ()] if own else listed
     if not keys or len(keys) != len(tensors) or not all(map(is_tensor, tensors)):
         return None
     added: dict[Any, Slots] = {}
@@ -296,7 +283,6 @@ def add_masters(value: Mapping[str, Any], masters: Any) -> dict[str, Any] | None
 
 
 def _normalize(value: Mapping[str, Any]) -> tuple[dict[Any, Slots], list[dict[str, Any]]]:
-    """Return the state by key and the list of groups, in any form; indices become ints."""
     if _GROUPS in value:
         state = {
             _parse_key(key): nested_slots.flatten(slots, is_tensor)
@@ -312,7 +298,6 @@ def _normalize(value: Mapping[str, Any]) -> tuple[dict[Any, Slots], list[dict[st
 
 
 def _find_odd_form(value: Mapping[str, Any]) -> UnnamedOptimizer | None:
-    """Return why the form of an optimizer's state dict is not read; None if it is."""
     if _has_groups_by_names(value):
         return _GROUPS_BY_NAMES
     states = value.get(_STATE, {}).items()
@@ -326,11 +311,8 @@ def _find_odd_form(value: Mapping[str, Any]) -> UnnamedOptimizer | None:
 def _find_partial_codes(
     state: Mapping[Any, Slots], shapes: Mapping[str, Index]
 ) -> UnnamedOptimizer | None:
-    """Return why an optimizer of bitsandbytes is not read if FSDP 1 saved a part of it.
-
-    bitsandbytes 0.49 hides its tensors from FSDP in a dict, which ``FSDP.optim_state_dict`` copies
-    from the first rank's part of a unit to each parameter of the unit.
-    """
+    # bitsandbytes 0.49 hides its tensors from FSDP in a dict, which ``FSDP.optim_state_dict``
+    # copies from the first rank's part of a unit to each parameter of the unit.
     for key, slots in state.items():
         held = infer_shape(slots) if optimizers.is_of_bitsandbytes(slots) else None
         shape = shapes.get(key) if isinstance(key, str) else None
@@ -352,11 +334,8 @@ def _parse_key(key: Any) -> Any:
 
 
 def _unflatten(value: Mapping[str, Any]) -> tuple[dict[Any, Slots], list[dict[str, Any]]]:
-    """Undo ``flatten_optimizer_state_dict``, where each parameter is a group of its own.
-
-    Keys are ``state.<fqn>.<slot>`` and ``param_groups.<fqn>.<hyper-parameter>``. A program that
-    flattens the nested state dict has the number of a group for ``<fqn>``, and its ``params``.
-    """
+    # Keys are ``state.<fqn>.<slot>`` and ``param_groups.<fqn>.<hyper-parameter>``. A program that
+    # flattens the nested state dict has the number of a group for ``<fqn>``, and its ``params``.
     state: dict[Any, Slots] = {}
     hypers: dict[str, dict[str, Any]] = {}
     # Names of parameters and slots may have dots; the groups, read first, show where a name ends.
@@ -405,15 +384,11 @@ def _list_members(group: Mapping[str, Any]) -> list[Any]:
 
 
 def _list_keys(state: Iterable[Any], groups: Iterable[Mapping[str, Any]]) -> list[Any]:
-    """Return the keys of parameters that groups list; those of the state where there are none."""
     return [key for group in groups for key in _list_members(group)] or list(state)
 
 
 def _read_step(fqn: str, slots: Slots, pool: SourceFiles) -> float | None:
-    """Return the step, on which all ranks with elements of the parameter must agree.
-
-    Adagrad has a state before its first update, and makes none on a rank without elements.
-    """
+    # Adagrad has a state before its first update, and makes none on a rank without elements.
     value = slots.get("step")
     if not isinstance(value, LocalTensors):
         return read_counter(value, pool)
@@ -445,7 +420,6 @@ def _add_states(
     layout: WholeLayout,
     pool: SourceFiles,
 ) -> dict[Any, tuple[str, ...]]:
-    """Add every state that has a name; return the parameters of each key."""
     for key, slots in state.items():
         owner = names.get(key)
         if owner is not None:
@@ -478,7 +452,6 @@ def _add_numbered(
     known: KnownParameters,
     pool: SourceFiles,
 ) -> dict[Any, tuple[str, ...]]:
-    """Add the states of an optimizer that numbers its parameters; return those of each index."""
     stored = _name_as_weights(_read_stored_names(groups, known.shapes), known.shapes)
     if not may_be_divided_by_decay(groups):
         known = replace(known, divisions=())
@@ -490,7 +463,7 @@ def _add_numbered(
         if known.others and not stored:
             raise MoreParametersError(
                 "it may have the parameters of other modules, whose weights were not read:"
-                f" {some(known.others)}"
+                f" {abridge(known.others)}"
             )
         members = [_list_members(group) for group in groups] or [list(state)]
         if known.live:
@@ -515,11 +488,8 @@ def _add_numbered(
 
 
 def _name_as_weights(stored: Mapping[Any, str], weights: Collection[str]) -> dict[Any, str]:
-    """Return stored names as the weights have them.
-
-    An optimizer that was made of the ``named_parameters()`` of FSDP 1, or of a model with
-    activation checkpointing, stores prefixes of wrappers, which the ``state_dict()`` leaves out.
-    """
+    # An optimizer that was made of the ``named_parameters()`` of FSDP 1, or of a model with
+    # activation checkpointing, stores prefixes of wrappers, which the ``state_dict()`` leaves out.
     bare = {remove_wrappers(fqn): fqn for fqn in weights}
     if len(bare) < len(weights):
         return dict(stored)
@@ -529,14 +499,9 @@ def _name_as_weights(stored: Mapping[Any, str], weights: Collection[str]) -> dic
 def _read_stored_names(
     groups: Sequence[Mapping[str, Any]], weights: Container[Any] = ()
 ) -> dict[Any, str]:
-    """Return the name of each index, if the param groups store them.
-
-    ``param_names`` has them (torch >= 2.6), or the name of a group of one parameter (Adam-mini).
-    Those of FSDP 1's flat parameters name no weights.
-
-    Args:
-        weights: the names of the model, because ``name`` may be that of a group.
-    """
+    # ``param_names`` has the names (torch >= 2.6), or the name of a group of one parameter
+    # (Adam-mini), which may be that of a group: so it has to be among the ``weights``. Those of
+    # FSDP 1's flat parameters name no weights.
     names: dict[Any, str] = {}
     for group in groups:
         given = as_list(group.get("param_names"))

@@ -150,7 +150,6 @@ class RankWatch:
         return build_lost_ranks_error(self._store, dead, what) if dead else None
 
     def _show_progress(self) -> None:
-        """Add the bytes that the other ranks have processed to the display of rank 0."""
         if self._rank != 0 or self.progress is None:
             return
         texts = (beat.text for beat in self._heartbeats.values())

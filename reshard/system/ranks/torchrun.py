@@ -49,7 +49,6 @@ class ReportedByFirstRankError(ReshardError):
 
 
 def _is_launched() -> bool:
-    """Return whether a launcher started this process as one of several."""
     if not all(name in os.environ for name in _LAUNCHER_VARIABLES):
         return False
     return os.environ["WORLD_SIZE"].isdigit() and int(os.environ["WORLD_SIZE"]) > 1
@@ -225,10 +224,7 @@ class Ranks(Team):
             self._store.set(f"left/{self.rank}", "")
 
     def _report(self, error: BaseException) -> BaseException:
-        """Publish why this rank ends and return the error that ended the run.
-
-        The first rank also waits until the others have ended.
-        """
+        # The first rank also waits until the others have ended.
         if self._is_reported:
             return error
         self._is_reported = True
@@ -246,14 +242,12 @@ class Ranks(Team):
         return failure
 
     def _explain_silence(self, ranks: Sequence[int], failure: BaseException) -> ReshardError:
-        """Return an error that names the silent ranks, to raise instead of an interrupt."""
         error = build_lost_ranks_error(self._store, ranks, _NO_REPORT)
         remedies = [failure.remedy] if isinstance(failure, ReshardError) else failure.args
-        error.remedy = "; ".join(str(each) for each in remedies if each) or error.remedy
+        error.remedy = "; ".join(str(remedy) for remedy in remedies if remedy) or error.remedy
         return error
 
     def _wait_for_first(self) -> bool:
-        """Wait until the first rank has printed the error; False if it died before."""
         beat = Heartbeat(self._store, 0)
         until = time.monotonic() + _CLEANUP_WAIT
         while not self._store.check(["reported"]):
@@ -264,10 +258,8 @@ class Ranks(Team):
         return True
 
     def _find_silent(self) -> list[int]:
-        """Wait until the other ranks have ended, and return those that seem to be dead.
-
-        A rank that still sends heartbeats is alive, even if it waits for its disk for a long time.
-        """
+        # A rank that still sends heartbeats is alive, even if it waits for its disk for a long
+        # time.
         until = time.monotonic() + _LONGEST_REPORT_WAIT
         beats = {rank: Heartbeat(self._store, rank) for rank in range(1, self.size)}
         running = silent = list(beats)

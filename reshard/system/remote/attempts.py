@@ -111,7 +111,6 @@ def _choose_wait(repeated: int) -> float:
 
 
 def _sleep(seconds: float) -> None:
-    """Wait in short steps, between which an interrupt is raised."""
     until = time.monotonic() + seconds
     while (left := until - time.monotonic()) > 0:
         signals.check()
@@ -119,7 +118,6 @@ def _sleep(seconds: float) -> None:
 
 
 def _is_external(error: Exception) -> bool:
-    """Return whether the network or the server caused the error, rather than a bug in reshard."""
     outside = isinstance(error, (OSError, EOFError))
     return outside or type(error).__module__.split(".")[0] in _LIBRARIES
 
@@ -148,7 +146,6 @@ def _describe(error: BaseException) -> str:
 
 
 def _get_status(error: Exception) -> int | None:
-    """Return the HTTP status of the server's answer if the library exposes it."""
     if isinstance(error, FileNotFoundError):
         return 404
     if isinstance(error, PermissionError) or str(error).startswith("Forbidden:"):  # gcsfs
@@ -160,12 +157,10 @@ def _get_status(error: Exception) -> int | None:
 
 
 def _is_busy(error: Exception) -> bool:
-    """Return whether the store asks for fewer requests."""
     return getattr(error, "errno", None) == errno.EBUSY or _get_status(error) in _BUSY  # s3fs
 
 
 def _is_final(error: Exception) -> bool:
-    """Return whether another attempt would fail in the same way."""
     hopeless = type(error).__name__ in _HOPELESS
     refused = (*_REFUSED, PRECONDITION_FAILED)
     return hopeless or isinstance(error, _FINAL) or _get_status(error) in refused

@@ -71,8 +71,8 @@ def upload_in_parts(
             parts = {"Parts": await asyncio.gather(*uploads)}
             await call("complete_multipart_upload", UploadId=upload_id, MultipartUpload=parts)
         except BaseException:
-            for each in uploads:
-                each.cancel()
+            for upload in uploads:
+                upload.cancel()
             await asyncio.gather(*uploads, return_exceptions=True)
             await call("abort_multipart_upload", UploadId=upload_id)
             raise

@@ -200,8 +200,6 @@ class RemotePath(PosixPath):
 
 
 class _ObjectStream(RangeStream):
-    """A stream over the ranged reads of an object."""
-
     def __init__(self, path: RemotePath) -> None:
         super().__init__(path.stat().st_size)
         self._file = reading.RemoteFile(str(path))

@@ -27,8 +27,6 @@ class ShortBodyError(OSError):
 
 
 class _BlockCache:
-    """A cache of the most recently used blocks of all files; safe for threads."""
-
     def __init__(self) -> None:
         self._data: OrderedDict[tuple[str, object, int], bytes] = OrderedDict()
         self._lock = threading.Lock()
@@ -125,12 +123,6 @@ class RemoteFile:
 def _fetch_ranges(
     store: Store, ranges: Sequence[Range], versions: Sequence[FileVersion]
 ) -> list[bytes]:
-    """Return several ranges, each complete, which are fetched concurrently.
-
-    Raises:
-        CorruptError: an object was replaced since its version was fixed.
-        ReshardError: an object cannot be read.
-    """
     # A repeated request asks only for the ranges that have not arrived.
     received: dict[int, bytes] = {}
     url = ranges[0][0]
@@ -163,7 +155,6 @@ def _fetch_ranges(
 
 
 def _refuse_changed(store: Store, url: str, version: FileVersion) -> None:
-    """Raise an error if the store has another version of the object now."""
     info = store.info(url)
     if info is not None:  # a removed object cannot be read, which is another error
         refuse_change(url, version, find_version(info))

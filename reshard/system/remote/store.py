@@ -80,7 +80,6 @@ class Store:
         return children
 
     def _get_listed(self, url: str) -> dict[str, Info] | None:
-        """Return the children of a folder if they were listed a moment ago."""
         with self._lock:
             when, children = self._listed.get(url, (0.0, {}))
         return children if when and time.monotonic() - when < _FRESH else None

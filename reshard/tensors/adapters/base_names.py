@@ -8,7 +8,7 @@ from reshard.core import keys
 from reshard.core.manifest import Manifest
 from reshard.errors import UsageError
 from reshard.model.adapter_names import ROOT
-from reshard.units import some
+from reshard.units import abridge
 
 _BASE_LAYER = ".base_layer"
 
@@ -51,7 +51,7 @@ def match_names(base: Manifest, layers: Iterable[str]) -> tuple[Manifest, str]:
             return base, prefix
     raise UsageError(
         base.origin.path,
-        f"does not have the adapted layers {some(wanted)}; it has {some(sorted(names))}",
+        f"does not have the adapted layers {abridge(wanted)}; it has {abridge(sorted(names))}",
         "pass the base model that the adapter was trained on, saved with the names of the live"
         " model",
     )

@@ -48,7 +48,7 @@ from reshard.model.adapter_names import (
     strip_root,
 )
 from reshard.tensors.adapters import targets
-from reshard.units import counted, some
+from reshard.units import abridge, counted
 
 FILE = "adapter_config.json"
 _FOLDERS = (VERL, "model", "weights/model")
@@ -85,23 +85,28 @@ class AdapterConfig:
         return str(self.values["peft_type"])
 
 
-def find(name: str, hf_dir: Path | None, near: Iterable[Path]) -> AdapterConfig | None:
+def find(
+    name: str, hf_dir: Path | None, near: Iterable[Path], *, is_stated: bool = False
+) -> AdapterConfig | None:
     """Read the configuration in ``hf_dir``, else beside the checkpoint; None if there is none.
 
     PEFT stores the configuration of an adapter with a name of its own in a folder of that name;
     verl writes a copy of the adapter, with the configuration, into ``lora_adapter``. NeMo
     Automodel and NeMo RL save it into a folder beside the optimizer's.
 
+    Args:
+        is_stated: whether the checkpoint states the configuration.
+
     Raises:
-        UsageError: ``hf_dir`` was given and has no configuration.
+        UsageError: ``hf_dir`` was given, and nothing has a configuration.
         UnsupportedError: reshard does not know how PEFT saves adapters of this method.
         CorruptError: the file is not JSON, or lacks a required value.
     """
     directories = [hf_dir] if hf_dir else list(near)
-    folders = [each / name for each in directories if name != DEFAULT] + directories
-    folders += [each / folder for each in directories for folder in _FOLDERS]
+    folders = [directory / name for directory in directories if name != DEFAULT] + directories
+    folders += [directory / folder for directory in directories for folder in _FOLDERS]
     path = next((folder / FILE for folder in folders if (folder / FILE).is_file()), None)
-    if path is None and hf_dir:
+    if path is None and hf_dir and not is_stated:
         raise UsageError(hf_dir, f"has no {FILE}", "pass the directory that has it as --hf-dir")
     return _read(path) if path else None
 
@@ -151,9 +156,9 @@ def build_missing_error(
     if others:
         text["rank_pattern"] = others
     text["target_modules"] = sorted({strip_root(layer).rpartition(".")[2] for layer in ranks})
-    if any(each.role == MAGNITUDE for each in parts):
+    if any(part.role == MAGNITUDE for part in parts):
         text["use_dora"] = True
-    modules = {each.layer.rpartition(".")[2] for each in parts if each.role == SAVED_MODULE}
+    modules = {part.layer.rpartition(".")[2] for part in parts if part.role == SAVED_MODULE}
     if modules:
         text["modules_to_save"] = sorted(modules)
     known = json.dumps(text)[:-1]
@@ -179,7 +184,7 @@ def check(config: AdapterConfig, parts: Sequence[AdapterPart], shapes: Mapping[s
         UnsupportedError: the adapter has prompts and whole modules.
     """
     _refuse_incomplete(config, parts)
-    if config.method == ADALORA and any(each.adapter for each in parts):
+    if config.method == ADALORA and any(part.adapter for part in parts):
         raise UnsupportedError(
             config.path,
             "is that of AdaLoRA, whose file has only the ranks that PEFT chose among those of the"
@@ -187,7 +192,7 @@ def check(config: AdapterConfig, parts: Sequence[AdapterPart], shapes: Mapping[s
             SAVE_WITH_PEFT,
         )
     others = [fqn for fqn in shapes if parse_part(fqn) is None]
-    is_run = any(each.adapter for each in parts)  # in PEFT's file a saved module has its own name
+    is_run = any(part.adapter for part in parts)  # in PEFT's file a saved module has its own name
     content = targets.list_content(parts, None if is_run else others)
     names = targets.list_base_names(others) if is_run else set[str]()
     wrong = chain(
@@ -206,7 +211,7 @@ def check(config: AdapterConfig, parts: Sequence[AdapterPart], shapes: Mapping[s
             OWN_CONFIG,
         )
     refuse_missing(config, targets.find_missing(content, config.values, names))
-    if {PROMPTS, SAVED_MODULE} <= {each.role for each in parts}:  # saved without the usual prefix
+    if {PROMPTS, SAVED_MODULE} <= {part.role for part in parts}:  # saved without the usual prefix
         raise UnsupportedError(config.path, "has prompts and modules_to_save", SAVE_WITH_PEFT)
 
 
@@ -226,21 +231,20 @@ def refuse_missing(config: AdapterConfig, missing: Iterable[str]) -> None:
 
 
 def _read_ranks(parts: Iterable[AdapterPart], shapes: Mapping[str, Index]) -> dict[str, int]:
-    """Return layer -> its LoRA rank, the first dim of ``lora_A``."""
     return {
-        each.layer: shapes[each.fqn][0] for each in parts if each.role in IN and shapes[each.fqn]
+        part.layer: shapes[part.fqn][0] for part in parts if part.role in IN and shapes[part.fqn]
     }
 
 
 def _refuse_incomplete(config: AdapterConfig, parts: Sequence[AdapterPart]) -> None:
     for group in METHODS[config.method]:
-        found = {(each.layer, each.role) for each in parts if each.role in group}
+        found = {(part.layer, part.role) for part in parts if part.role in group}
         counts = Counter(layer for layer, _ in found)
         partial = sorted(layer for layer, count in counts.items() if count < len(group))
         if partial:
             raise IncompleteError(
                 config.path.parent,
-                f"{counted(len(partial), 'adapted layer')} ({some(partial)}) without"
+                f"{counted(len(partial), 'adapted layer')} ({abridge(partial)}) without"
                 f" {' or '.join(group)}",
                 "fetch the missing shard, or change --include or --exclude if they left the tensor"
                 " out",
@@ -271,35 +275,29 @@ def _find_wrong_ranks(
 
 
 def _find_missing_targets(config: AdapterConfig, parts: Sequence[AdapterPart]) -> Iterator[str]:
-    """Yield a problem if the configuration names layers to adapt, and no layer is adapted.
-
-    PEFT refuses targets of which the model has none.
-    """
+    """PEFT refuses targets of which the model has none."""
     roles = set(chain.from_iterable(METHODS[config.method]))
-    if not roles or any(each.role in roles for each in parts):
+    if not roles or any(part.role in roles for part in parts):
         return
     for option in ("target_modules", "target_parameters"):
         targets = config.values.get(option)
         if targets:
-            yield f"{option} are {shown(targets)}, but there is no {some(sorted(roles))}"
+            yield f"{option} are {shown(targets)}, but there is no {abridge(sorted(roles))}"
 
 
 def _leave_out_tied(values: Mapping[str, Any], layers: Iterable[str]) -> list[str]:
-    """Return the layers that the configuration must name, each once.
-
-    With ``ensure_weight_tying`` PEFT adapts or saves the layers that are tied to those, too.
-    """
+    """With ``ensure_weight_tying`` PEFT adapts or saves the layers that are tied to those, too."""
     names = dict.fromkeys(layers)
     if not values.get("ensure_weight_tying"):
         return [*names]
-    return [each for each in names if each.rpartition(".")[2] not in EMBEDDINGS]
+    return [layer for layer in names if layer.rpartition(".")[2] not in EMBEDDINGS]
 
 
 def _find_wrong_parts(values: Mapping[str, Any], parts: Sequence[AdapterPart]) -> Iterator[str]:
     has = {
-        "use_dora": any(each.role == MAGNITUDE for each in parts),
-        "lora_bias": any(each.role in OUT and each.fqn.endswith(".bias") for each in parts),
-        "trainable_token_indices": any(each.role == TOKENS for each in parts),
+        "use_dora": any(part.role == MAGNITUDE for part in parts),
+        "lora_bias": any(part.role in OUT and part.fqn.endswith(".bias") for part in parts),
+        "trainable_token_indices": any(part.role == TOKENS for part in parts),
     }
     for option, present in has.items():
         if present != bool(values.get(option)):
@@ -310,7 +308,7 @@ def _find_wrong_parts(values: Mapping[str, Any], parts: Sequence[AdapterPart]) -
 def _find_wrong_modules(values: Mapping[str, Any], parts: Sequence[AdapterPart]) -> Iterator[str]:
     named = set(values.get("modules_to_save") or ())
     sizes = set(map(len, named))
-    layers = _leave_out_tied(values, (each.layer for each in parts if each.role == SAVED_MODULE))
+    layers = _leave_out_tied(values, (part.layer for part in parts if part.role == SAVED_MODULE))
     for layer in layers:
         if not any(layer[-size:] in named for size in sizes):  # PEFT compares the end of the name
             yield f"modules_to_save do not name {layer}"

@@ -39,9 +39,8 @@ def fit(weight: str, shape: Index, a: Index, b: Index, *, is_embedding: bool) ->
         is_embedding: whether the matrices are ``lora_embedding_A`` and ``lora_embedding_B``.
     """
     if len(a) > 2:  # convolutions without groups; the second kernel is 1 x 1
-        plain = (
-            len(a) == len(shape) and a[1:] == shape[1:] and b == (shape[0], a[0], *_make_ones(a))
-        )
+        ones = (1,) * (len(a) - 2)
+        plain = len(a) == len(shape) and a[1:] == shape[1:] and b == (shape[0], a[0], *ones)
         return Fit(weight, ("out_in",)) if plain else None
     if len(a) != 2 or len(b) != 2 or len(shape) not in (2, 3) or a[0] != b[1]:
         return None
@@ -53,10 +52,6 @@ def fit(weight: str, shape: Index, a: Index, b: Index, *, is_embedding: bool) ->
     if is_embedding:  # Embedding.get_delta_weight transposes the product
         orders = tuple(order for order in orders if order == "in_out") if len(shape) == 2 else ()
     return Fit(weight, orders, experts) if orders else None
-
-
-def _make_ones(shape: Index) -> Index:
-    return (1,) * (len(shape) - 2)
 
 
 def assign(layer: str, candidates: Sequence[Mapping[str, Fit]], names: Sequence[str]) -> list[Fit]:
@@ -100,11 +95,11 @@ def choose_order(fit: Fit, others: Sequence[Fit], *, fan_in_fan_out: bool) -> Or
     """
     if len(fit.orders) == 1:
         return fit.orders[0]
-    alike = [each for each in others if (each.experts > 1) == (fit.experts > 1)]
+    alike = [other for other in others if (other.experts > 1) == (fit.experts > 1)]
     leaf = fit.weight.split(".")[-2:]
     known: set[Order] = set()
-    for group in ([each for each in alike if each.weight.split(".")[-2:] == leaf], alike):
-        known = {each.orders[0] for each in group if len(each.orders) == 1}
+    for group in ([other for other in alike if other.weight.split(".")[-2:] == leaf], alike):
+        known = {other.orders[0] for other in group if len(other.orders) == 1}
         if len(known) == 1:
             return known.pop()
     if fit.experts > 1 or known:  # known: the other weights contradict each other

@@ -31,10 +31,9 @@ from reshard.tensors.adapters import base_names, layouts, settings
 from reshard.tensors.adapters.config import AdapterConfig
 from reshard.tensors.adapters.layouts import Fit
 from reshard.tensors.adapters.product import Order, Product, merge_product
+from reshard.tensors.adapters.targets import TOKEN_ADAPTER
 from reshard.tensors.weights import find_head_name, find_heads
 from reshard.training.companion_files import is_embedding
-
-_TOKEN_ADAPTER = ".token_adapter"  # noqa: S105 - a module of PEFT
 
 
 @dataclass(slots=True)
@@ -65,8 +64,6 @@ class Merged:
 
 @dataclass(slots=True)
 class _Pair:
-    """The matrices of one LoRA layer by role, and the bias of ``lora_B``."""
-
     layer: str
     roles: dict[str, Entry] = field(default_factory=dict)
     bias: Entry | None = None
@@ -86,8 +83,6 @@ class _Pair:
 
 @dataclass(slots=True)
 class _Tensors:
-    """The tensors of an adapter: matrices by layer, rows by embedding, whole weights by name."""
-
     pairs: dict[str, _Pair] = field(default_factory=dict)
     tokens: dict[str, Entry] = field(default_factory=dict)
     weights: dict[str, Entry] = field(default_factory=dict)
@@ -147,7 +142,7 @@ def _sort_tensors(adapter: Iterable[Entry]) -> _Tensors:
         if part is None:
             tensors.weights[base_names.strip_peft(entry.fqn)] = entry
         elif part.role == TOKENS:
-            layer = base_names.strip_peft(part.layer).removesuffix(_TOKEN_ADAPTER)
+            layer = base_names.strip_peft(part.layer).removesuffix(TOKEN_ADAPTER)
             tensors.tokens[layer] = entry
         elif part.role in OUT and part.saved_as.endswith(".bias"):
             tensors.pairs.setdefault(part.layer, _Pair(part.layer)).bias = entry
@@ -158,11 +153,8 @@ def _sort_tensors(adapter: Iterable[Entry]) -> _Tensors:
 
 
 def _leave_out_copies(weights: dict[str, Entry]) -> None:
-    """Leave out the copies of a trained layer that PEFT saves with resized embeddings.
-
-    It saves both embeddings under all names of their live modules (PEFT 0.21
-    ``utils/save_and_load.py``, save_embedding_layers).
-    """
+    # PEFT saves both embeddings under all names of their live modules if they were resized (0.21
+    # ``utils/save_and_load.py``, save_embedding_layers).
     for fqn in list(weights):
         layer, _, name = fqn.rpartition(".")
         wrapper, _, copy = layer.rpartition(".")
@@ -171,8 +163,6 @@ def _leave_out_copies(weights: dict[str, Entry]) -> None:
 
 
 class _Merger:
-    """The weights of a base, changed one after the other."""
-
     def __init__(self, base: Manifest, config: AdapterConfig, prefix: str) -> None:
         self._config = config
         self._prefix = prefix
@@ -315,7 +305,7 @@ class _Merger:
             layouts.fit(name, self._entries[name].shape, a, b, is_embedding=pair.is_embedding)
             for name in names
         )
-        return {each.weight: each for each in fits if each is not None}
+        return {fit.weight: fit for fit in fits if fit is not None}
 
     def _build_product(self, pair: _Pair, fit: Fit, order: Order) -> Product:
         magnitude = pair.roles.get(MAGNITUDE)
@@ -402,12 +392,7 @@ class _Merger:
 
 
 def _replace_rows(base: Entry, rows: Entry, numbers: Sequence[int]) -> Entry:
-    """Return ``base`` with some of its rows taken from another tensor.
-
-    Args:
-        rows: the new rows.
-        numbers: where they belong, in their order; all different.
-    """
+    """``numbers`` are the places of the new rows, in their order; all different."""
     taken = sorted(numbers)
     chunks: list[Chunk] = []
     for before, after in pairwise([-1, *taken, base.shape[0]]):

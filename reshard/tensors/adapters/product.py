@@ -10,13 +10,14 @@ from dataclasses import dataclass, replace
 from math import prod
 from typing import Literal
 
-from reshard.core.box import Box, Index, row_major, whole
-from reshard.core.chunks import Chunk
+from reshard.core.box import Box, Index, whole
+from reshard.core.chunks import Chunk, contiguous
+from reshard.core.computed import list_source_files
 from reshard.core.dtypes import BFLOAT16, FLOAT16, FLOAT32, DType
 from reshard.core.manifest import Entry
 from reshard.engine.move.tiles import TileReader, find_reader
 from reshard.errors import CorruptError
-from reshard.system.derived import Derived, Reader, list_files
+from reshard.system.derived import Derived, Reader
 from reshard.tensors.adapters.arithmetic import add_product, set_row_lengths
 
 Order = Literal["out_in", "in_out"]
@@ -75,7 +76,7 @@ def _build_chunk(base: Entry, dtype: DType, product: Product, lead: Index, shape
     box = Box((*lead, *(0 for _ in shape)), (*(1 for _ in lead), *shape))
     tile_rows = _choose_tile_rows(shape[0], prod(shape[1:]))
     file = MergedWeight(base, dtype, product, lead, shape, tile_rows).name
-    return Chunk(box, file, 0, row_major(box.shape, _SIZE), FLOAT32)
+    return contiguous(file, 0, FLOAT32, box)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -122,9 +123,9 @@ class MergedWeight:
     def files(self) -> tuple[str, ...]:
         """The files that store the base and the adapter."""
         product = self.product
-        read = (self.base, product.a, product.b, product.magnitude, product.singular)
-        chunks = (chunk for entry in read if entry for chunk in entry.chunks)
-        return tuple(dict.fromkeys(file for chunk in chunks for file in list_files(chunk.file)))
+        return list_source_files(
+            (self.base, product.a, product.b, product.magnitude, product.singular)
+        )
 
     @property
     def name(self) -> Derived:
@@ -200,7 +201,6 @@ class MergedWeight:
     def _set_lengths(
         self, reader: TileReader, magnitude: Entry, first: int, rows: int, tile: memoryview
     ) -> int | None:
-        """Scale the rows of a tile to DoRA's lengths; return None if a value is not finite."""
         import numpy as np
 
         lengths = np.frombuffer(_read(reader, magnitude), "<f4")[first : first + rows]
@@ -229,14 +229,12 @@ class MergedWeight:
 
 
 def _choose_tile_rows(rows: int, columns: int) -> int:
-    """Return the rows of a tile; where possible, all tiles have the same number of rows."""
     tiles = max(-(-rows * columns // _TILE), 1)
     equal = next((n for n in range(tiles, min(2 * tiles, rows) + 1) if rows % n == 0), tiles)
     return max(-(-rows // equal), 1)
 
 
 def _read(reader: TileReader, entry: Entry, first: int = 0, rows: int | None = None) -> memoryview:
-    """Return the bytes of a tensor in fp32, or of some of its rows."""
     box = whole(entry.shape)
     if rows is not None:
         box = Box((first, *box.origin[1:]), (rows, *entry.shape[1:]))

@@ -88,11 +88,7 @@ def compute_scale(config: AdapterConfig, key: str, rank: int) -> float:
 
 
 def _find_alpha(config: AdapterConfig, key: str) -> Any:
-    """Return the alpha of a layer: that of the first pattern, as PEFT's get_pattern_key does.
-
-    Raises:
-        UnsupportedError: a pattern is not one that reshard runs.
-    """
+    # That of the first pattern that matches, as PEFT's get_pattern_key does.
     patterns: Mapping[str, Any] = config.values.get("alpha_pattern") or {}
     for pattern, value in patterns.items():
         if _compile(config, pattern).match(key):

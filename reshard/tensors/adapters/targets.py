@@ -27,10 +27,10 @@ from reshard.model.adapter_names import (
 )
 from reshard.tensors.adapters.base_names import group_by_module, is_targeted, strip_peft
 from reshard.training.companion_files import is_embedding
-from reshard.units import some
+from reshard.units import abridge
 
 ALL_LINEAR = "all-linear"
-_TOKEN_ADAPTER = ".token_adapter"  # noqa: S105 - a module of PEFT
+TOKEN_ADAPTER = ".token_adapter"  # noqa: S105 - a module of PEFT
 # Characters of a regular expression that is safe to run: no group is repeated, and few characters.
 _SAFE = re.compile(
     r"(?:\\[.dwb]|\[[\w^-]+\]|\(\?(?::|!|=|<!|<=)|\[\\d\]|[\w.|()^$-])(?:[*+?]\??|\{1,\})?"
@@ -94,7 +94,7 @@ def list_content(parts: Iterable[AdapterPart], others: Iterable[str] | None) -> 
             is_bias = part.role in OUT and part.saved_as.endswith(".bias")
             content.roles.setdefault(layer, set()).add("bias" if is_bias else part.role)
         elif part.role == TOKENS:
-            content.tokens.add(layer.removesuffix(_TOKEN_ADAPTER))
+            content.tokens.add(layer.removesuffix(TOKEN_ADAPTER))
         elif part.role == SAVED_MODULE:
             content.saved.add(strip_peft(part.saved_as))
     if others is not None:
@@ -110,7 +110,7 @@ def list_base_names(fqns: Iterable[str]) -> set[str]:
     {'head.weight'}
     """
     wrapped = (strip_peft(add_root(fqn)) for fqn in fqns)
-    return {each.replace(".original_module.", ".").replace(_TOKEN_ADAPTER, "") for each in wrapped}
+    return {name.replace(".original_module.", ".").replace(TOKEN_ADAPTER, "") for name in wrapped}
 
 
 def read_content(fqns: Iterable[str]) -> AdapterContent:
@@ -161,11 +161,11 @@ class Targets:
     def _is_chosen_layer(self, module: str) -> bool | None:
         if any(re.fullmatch(r"\w+", pattern) is None for pattern in self._patterns):
             return None
-        by_name = [re.compile(rf"(?:^|.*?\.){each}\.(\d+)\.") for each in self._patterns]
+        by_name = [re.compile(rf"(?:^|.*?\.){pattern}\.(\d+)\.") for pattern in self._patterns]
         versions = [by_name] if by_name else [[_LAYER], [_LAST_LAYER]]
         answers = set()
         for patterns in versions:
-            match = next((match for each in patterns if (match := each.match(module))), None)
+            match = next((match for pattern in patterns if (match := pattern.match(module))), None)
             answers.add(match is not None and int(match[1]) in self._numbers)
         return answers.pop() if len(answers) == 1 else None
 
@@ -200,29 +200,28 @@ def find_missing(
         if not (has_other_head and module.rpartition(".")[2] in EMBEDDINGS)
     ]
     if lost:
-        yield f"tensors of {some(sorted(lost))}, which target_modules name"
+        yield f"tensors of {abridge(sorted(lost))}, which target_modules name"
     # Neither option restricts parameters in every version.
     if not values.get("layers_to_transform") and not values.get("exclude_modules"):
         for module, own in modules.items():
             named = [fqn for fqn in own if is_targeted(fqn, targets.parameters)]
             if content.layers[module] < len(named):
-                yield f"tensors of {some(sorted(named))}, which target_parameters name"
+                yield f"tensors of {abridge(sorted(named))}, which target_parameters name"
                 break
     for name, weights in _find_unsaved(content, values, names).items():
-        yield f"{some(weights)}, as modules_to_save name {name}"
+        yield f"{abridge(weights)}, as modules_to_save name {name}"
     biases = {fqn for fqn in names if fqn.endswith(".bias")}
     if values.get("bias") != "all":  # lora_only; not every version of PEFT saves those of the base
         biases &= {f"{layer}.bias" for layer in content.layers}
         biases = set() if biases.isdisjoint(content.saved) else biases
     if biases - content.saved and content.weights is not None and values.get("bias") != "none":
-        yield f"{some(sorted(biases - content.saved))}, as bias is {values.get('bias')!r}"
+        yield f"{abridge(sorted(biases - content.saved))}, as bias is {values.get('bias')!r}"
     yield from _find_missing_roles(content, values)
 
 
 def _find_unsaved(
     content: AdapterContent, values: Mapping[str, Any], names: Collection[str]
 ) -> dict[str, list[str]]:
-    """Return the weights that each name in ``modules_to_save`` stands for and that are missing."""
     listed: Sequence[str] = values.get("modules_to_save") or ()
     unsaved: dict[str, list[str]] = {}
     found = set()
@@ -240,11 +239,10 @@ def _find_unsaved(
 
 
 def _find_missing_roles(content: AdapterContent, values: Mapping[str, Any]) -> Iterator[str]:
-    """Yield the tensors that some layers lack though an option gives them to all."""
     for option, role in (("use_dora", MAGNITUDE), ("lora_bias", "bias")):
         lost = [layer for layer, roles in content.roles.items() if role not in roles]
         if values.get(option) and lost and len(lost) < len(content.roles):
-            yield f"the {role} of {some(sorted(lost))}, as {option} is set"
+            yield f"the {role} of {abridge(sorted(lost))}, as {option} is set"
     indices = values.get("trainable_token_indices")
     for name in indices if isinstance(indices, Mapping) and len(indices) > 1 else ():
         is_tied = name.rpartition(".")[2] in EMBEDDINGS  # then the rows are saved once
@@ -275,7 +273,7 @@ def find_unexpected(
     if stray:
         options = ("target_modules", "layers_to_transform", "exclude_modules")
         given = " with ".join(option for option in options if values.get(option))
-        yield f"{given or options[0]} do not name {some(sorted(stray))}"
+        yield f"{given or options[0]} do not name {abridge(sorted(stray))}"
     saved: Sequence[str] = values.get("modules_to_save") or ()
     bias = values.get("bias") or "none"
     whole = [
@@ -287,7 +285,7 @@ def find_unexpected(
         and not (is_embedding(fqn) or fqn.rpartition(".")[0].rpartition(".")[2] in EMBEDDINGS)
     ]
     if whole:
-        yield f"modules_to_save and bias do not name {some(sorted(whole))}"
+        yield f"modules_to_save and bias do not name {abridge(sorted(whole))}"
 
 
 def _is_inside(fqn: str, modules: Sequence[str]) -> bool:
@@ -296,7 +294,6 @@ def _is_inside(fqn: str, modules: Sequence[str]) -> bool:
 
 
 def _has_parameters(layer: str, targets: Sequence[str], names: Collection[str]) -> bool:
-    """Return whether a module has parameters of its own that ``target_parameters`` name."""
     if names:
         return any(is_targeted(fqn, targets) for fqn in names if fqn.rpartition(".")[0] == layer)
     owners = [target.rpartition(".")[0] for target in targets]

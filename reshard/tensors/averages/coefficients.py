@@ -8,7 +8,7 @@ from fractions import Fraction
 from itertools import pairwise
 
 from reshard.errors import UsageError
-from reshard.units import some
+from reshard.units import abridge
 
 _TOLERANCE = Fraction(1, 10**9)  # of the sum of the factors; a float32 has 24 bits, about 6e-8
 WEIGHTS, EMA = "--weights", "--ema"
@@ -40,7 +40,7 @@ def find_order(sources: Sequence[SourceStep]) -> list[int]:
 def parse_weights(given: str | Sequence[float], count: int) -> list[Fraction]:
     """Return the user's weights, such as ``0.2,0.3,0.5`` or ``1/3,1/3,1/3``.
 
-    >>> [str(each) for each in parse_weights("1/4,0.75", 2)]
+    >>> [str(weight) for weight in parse_weights("1/4,0.75", 2)]
     ['1/4', '3/4']
 
     Args:
@@ -69,17 +69,14 @@ def parse_weights(given: str | Sequence[float], count: int) -> list[Fraction]:
 
 
 def _check_sum(weights: Sequence[Fraction], shown: str) -> None:
-    """Refuse weights that would change the scale of the model.
-
-    Raises:
-        UsageError: their sum is not 1.
-    """
     total = sum(weights, Fraction(0))
     if abs(total - 1) <= _TOLERANCE:
         return
     remedy = "give weights with the sum 1"
     if total:
-        remedy = f"for the same proportions, pass {','.join(str(each / total) for each in weights)}"
+        remedy = (
+            f"for the same proportions, pass {','.join(str(weight / total) for weight in weights)}"
+        )
     raise UsageError(f"{WEIGHTS} {shown}", f"the sum is {float(total):.10g}, expected 1", remedy)
 
 
@@ -100,7 +97,8 @@ def compute_ema(decay: float, sources: Sequence[SourceStep]) -> list[Fraction]:
     if unknown:
         raise UsageError(
             f"{EMA} {decay:g}",
-            f"needs the order of the checkpoints, but no file states the step of {some(unknown)}",
+            f"needs the order of the checkpoints, but no file states the step of"
+            f" {abridge(unknown)}",
             f"pass the factors: {WEIGHTS}",
         )
     order = find_order(sources)

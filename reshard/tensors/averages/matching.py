@@ -13,7 +13,7 @@ from reshard.system.files import SourceFiles
 from reshard.tensors.averages.mean import compute_mean
 from reshard.tensors.lazy import find_first_difference, read_block
 from reshard.tensors.weights import Weights
-from reshard.units import counted, some
+from reshard.units import abridge, counted
 
 _SAMPLED = 64  # elements of a weight that are compared to recognize a copy
 _COMPARED = 32  # weights of each checkpoint that are compared
@@ -86,21 +86,14 @@ def average(sources: Sequence[Summand], pool: SourceFiles) -> Averaged:
 def _drop_aliases(
     sources: Sequence[Summand], tables: Sequence[dict[str, tuple[Entry, DType]]], pool: SourceFiles
 ) -> dict[str, str]:
-    """Remove names of tied weights that some checkpoints store and others do not.
-
-    Returns:
-        The removed names, with the names that are kept.
-
-    Raises:
-        DifferentError: a checkpoint has other values under such a name.
-    """
-    dropped = {a: kept for each in sources for a, kept in each.weights.dropped_aliases.items()}
+    """Return the removed names, with the names that are kept."""
+    dropped = {a: kept for source in sources for a, kept in source.weights.dropped_aliases.items()}
     for alias, kept in dropped.items():
         for source, table in zip(sources, tables, strict=True):
             if alias not in table:
                 continue
             stored, main = table.pop(alias)[0], table.get(kept, (None, None))[0]
-            if main is None or not _is_equal(stored, main, pool):
+            if main is None or find_first_difference(pool, stored, main) is not None:
                 tying = next(s.path for s in sources if alias in s.weights.dropped_aliases)
                 raise DifferentError(
                     source.path,
@@ -111,19 +104,9 @@ def _drop_aliases(
     return dropped
 
 
-def _is_equal(one: Entry, other: Entry, pool: SourceFiles) -> bool:
-    alike = (one.shape, one.dtype) == (other.shape, other.dtype)
-    return alike and find_first_difference(pool, one, other) is None
-
-
 def _check_names(
     sources: Sequence[Summand], tables: Sequence[dict[str, tuple[Entry, DType]]]
 ) -> None:
-    """Check that every checkpoint has the same tensors with the same shapes.
-
-    Raises:
-        DifferentError: one lacks a tensor, or has it with another shape.
-    """
     last = tables[-1]
     for source, table in zip(sources, tables, strict=True):
         for here, there, lacking in (
@@ -134,7 +117,7 @@ def _check_names(
                 raise DifferentError(
                     here.path,
                     f"does not have {counted(len(lacking), 'tensor')} of {there.path}:"
-                    f" {some(lacking)}",
+                    f" {abridge(lacking)}",
                     "average checkpoints of one model; --exclude REGEX leaves out tensors, --rename"
                     " adapts names",
                 )
@@ -149,8 +132,6 @@ def _check_names(
 
 
 class _Averager:
-    """The tensors of all sources, matched one by one."""
-
     def __init__(self, sources: Sequence[Summand], pool: SourceFiles, result: Averaged) -> None:
         self._sources = sources
         self._pool = pool
@@ -184,16 +165,13 @@ class _Averager:
     def note_buffers(self) -> None:
         if self._buffers:
             self._result.notes.append(
-                f"buffers that differ were averaged: {some(self._buffers)}. If they are statistics"
-                " of activations (BatchNorm), compute them again with the averaged weights"
+                f"buffers that differ were averaged: {abridge(self._buffers)}. If they are"
+                " statistics of activations (BatchNorm), compute them again with the averaged"
+                " weights"
             )
 
     def _choose_dtype(self, found: Sequence[tuple[Entry, DType]], *, is_buffer: bool) -> DType:
-        """Return the dtype to write; a checkpoint that knows a buffer as such decides.
-
-        Raises:
-            UsageError: the checkpoints would be written in different dtypes.
-        """
+        # A checkpoint that knows a buffer as such decides.
         dtypes: dict[DType, str] = {}
         for source, (entry, dtype) in zip(self._sources, found, strict=True):
             if not is_buffer or entry.kind == BUFFER:
@@ -208,12 +186,6 @@ class _Averager:
         )
 
     def _take_equal(self, entries: Sequence[Entry]) -> Entry:
-        """Return a tensor that is not averaged: all sources have the same value, or it counts.
-
-        Raises:
-            DifferentError: the values differ.
-            UnsupportedError: they differ, and are codes of quantised weights.
-        """
         last = entries[-1]
         other = self._find_other(entries)
         if other is None:
@@ -225,7 +197,8 @@ class _Averager:
             raise UnsupportedError(
                 last.fqn,
                 f"{last.dtype} codes differ between the checkpoints, and codes cannot be averaged",
-                "pass --dtype bf16 to dequantise the weights",
+                "pass --dtype bf16, which dequantises weights if a config.json states how, or leave"
+                " them out with --exclude REGEX",
             )
         raise DifferentError(
             last.fqn,
@@ -235,12 +208,11 @@ class _Averager:
         )
 
     def _find_other(self, entries: Sequence[Entry]) -> int | None:
-        """Return the first source whose values differ from those of the last one, or None."""
         last = entries[-1]
         unequal = (
             number
             for number, entry in enumerate(entries[:-1])
-            if not _is_equal(entry, last, self._pool)
+            if find_first_difference(self._pool, entry, last) is not None
         )
         return next(unequal, None)
 
@@ -261,7 +233,6 @@ class _Averager:
 def _note_copies(
     sources: Sequence[Summand], tables: Sequence[dict[str, tuple[Entry, DType]]], pool: SourceFiles
 ) -> Iterator[str]:
-    """Yield a note for each checkpoint that seems to be a copy of an earlier one."""
     samples: dict[tuple[bytes, ...], str] = {}
     names = list(tables[-1])
     # A copy is noted, not proved: a few weights from all over the model suffice.
@@ -277,7 +248,6 @@ def _note_copies(
 
 
 def _sample(entry: Entry, pool: SourceFiles) -> bytes:
-    """Return the first values of a weight in float32, whatever its dtype is."""
     if entry.dtype.family != "float" or not entry.numel:
         return b""
     box = next(contiguous_cuts(entry.shape, _SAMPLED))

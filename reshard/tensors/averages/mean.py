@@ -18,14 +18,13 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from math import isfinite
 
-from reshard.core.box import row_major, whole
-from reshard.core.chunks import Chunk
+from reshard.core.computed import ComputedValues
 from reshard.core.dtypes import FLOAT16, FLOAT32, FLOAT64, DType
 from reshard.core.manifest import Entry
 from reshard.engine.move.tiles import TileReader, find_reader
 from reshard.engine.planning.copies import CopyPlanner
 from reshard.errors import CorruptError
-from reshard.system.derived import Derived, Reader, list_files
+from reshard.system.derived import Reader
 from reshard.tensors.averages import sums
 
 _BLOCK_NBYTES = 1 << 21  # values of all checkpoints; after shorter reads, threads wait for the GIL
@@ -33,11 +32,7 @@ _LEAST = 1 << 14  # elements; with shorter blocks, calls dominate
 
 
 def _count_block_elements(column_nbytes: int) -> int:
-    """Return the number of elements that are averaged at a time.
-
-    Args:
-        column_nbytes: the size of one element of every checkpoint together, in bytes.
-    """
+    """``column_nbytes`` is the size of one element of every checkpoint together."""
     return max(_BLOCK_NBYTES // column_nbytes // _LEAST, 1) * _LEAST
 
 
@@ -51,53 +46,32 @@ def count_worker_nbytes(count: int) -> int:
 
 
 @dataclass(frozen=True, eq=False)
-class Mean:
-    """The mean of one tensor, row-major; it implements `derived.Computation`.
+class Mean(ComputedValues):
+    """The mean of one tensor.
 
     Args:
-        tensors: the tensor of every checkpoint, in the order of the sum.
+        sources: the tensor of every checkpoint, in the order of the sum.
         weights: the factor of each; None: all count the same.
         where: the checkpoints, for messages and for the name of the bytes.
     """
 
-    tensors: tuple[Entry, ...]
     weights: tuple[float, ...] | None
     where: tuple[str, ...]
 
     @cached_property
     def dtype(self) -> DType:
         """The dtype of the mean."""
-        is_double = any(FLOAT64 in entry.layout.dtypes for entry in self.tensors)
+        is_double = any(FLOAT64 in entry.layout.dtypes for entry in self.sources)
         return FLOAT64 if is_double else FLOAT32
 
     @property
-    def nbytes(self) -> int:
-        """The size in bytes."""
-        return self.tensors[0].numel * self.dtype.itemsize
-
-    @property
-    def tile_nbytes(self) -> int:
-        """The size of one element: any range of elements is computed by itself."""
-        return self.dtype.itemsize
-
-    @property
-    def files(self) -> tuple[str, ...]:
-        """The files that store the tensor in all checkpoints."""
-        names = (file for entry in self.tensors for file in entry.layout.file_table[1])
-        return tuple(dict.fromkeys(path for file in names for path in list_files(file)))
-
-    @property
-    def name(self) -> Derived:
-        """The name under which the values can be read."""
-        # Equal names mean equal bytes (`Derived`), so the name states the
-        # checkpoints and their weights.
-        fqn, first = self.tensors[0].fqn, self.files[0]
-        return Derived(first, f"mean of {fqn} of {self.where} by {self.weights}", self)
+    def detail(self) -> str:
+        """The tensor, the checkpoints and their weights."""
+        return f"mean of {self.sources[0].fqn} of {self.where} by {self.weights}"
 
     @cached_property
     def _rows(self) -> list[tuple[CopyPlanner, DType]]:
-        """The planner of each tensor, and the dtype in which its values are read."""
-        return [(CopyPlanner(entry), _find_stored(entry) or self.dtype) for entry in self.tensors]
+        return [(CopyPlanner(entry), _find_stored(entry) or self.dtype) for entry in self.sources]
 
     @cached_property
     def _column_nbytes(self) -> int:
@@ -118,7 +92,6 @@ class Mean:
                 self._refuse_block(first + start, block)
 
     def _compute(self, reader: TileReader, first: int, out: memoryview) -> bool:
-        """Write the means of the elements from ``first`` on, and return whether all are finite."""
         numel = len(out) // self.dtype.itemsize
         most = max(_BLOCK_NBYTES, _LEAST * self._column_nbytes)
         kept = memoryview(reader.keep("values of means", most, lambda: bytearray(most)))
@@ -138,7 +111,7 @@ class Mean:
         means = block.cast("f" if self.dtype == FLOAT32 else "d")
         at = first + next(number for number, mean in enumerate(means) if not isfinite(mean))
         raise CorruptError(
-            self.tensors[0].fqn,
+            self.sources[0].fqn,
             f"the mean is infinite or NaN (first at element {at}): one of {', '.join(self.where)}"
             " contains such a value, or their difference is too large",
             "check each checkpoint with `reshard verify --deep`, and leave out the one that"
@@ -147,10 +120,7 @@ class Mean:
 
 
 def _find_stored(entry: Entry) -> DType | None:
-    """Return the dtype in which the files store all values of a tensor, or None.
-
-    A value that has a factor is not stored itself.
-    """
+    # A value that has a factor is not stored itself.
     dtypes = entry.layout.dtypes
     is_stored = entry.layout.is_partition or all(chunk.factor == 1.0 for chunk in entry.chunks)
     return next(iter(dtypes)) if is_stored and len(dtypes) == 1 else None
@@ -167,7 +137,4 @@ def compute_mean(
         where: the checkpoints that they are from.
     """
     mean = Mean(tuple(tensors), tuple(weights) if weights else None, tuple(where))
-    last, dtype = tensors[-1], mean.dtype
-    strides = row_major(last.shape, dtype.itemsize)
-    chunks = (Chunk(whole(last.shape), mean.name, 0, strides, dtype),) if last.numel else ()
-    return replace(last, dtype=dtype, chunks=chunks)
+    return replace(tensors[-1], dtype=mean.dtype, chunks=mean.chunks)

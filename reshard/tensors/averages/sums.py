@@ -37,7 +37,7 @@ def average(
         Whether all means are finite.
     """
     if _compiled is not None and dtype == FLOAT32:
-        letters = "".join([LETTERS[each.name] for each in dtypes])
+        letters = "".join([LETTERS[stored.name] for stored in dtypes])
         return bool(_compiled.average(values, letters, array("d", factors), divisor, means))
     import numpy as np
 
@@ -46,9 +46,9 @@ def average(
     out = np.frombuffer(means, get_numpy_dtype(dtype, casting=True))
     sums, at = np.full(out.size, -0.0), 0  # -0 and a product have the sum of the product, also -0
     with np.errstate(over="ignore"):  # the caller learns of infinities
-        for each, factor in zip(dtypes, factors, strict=True):
-            row = np.frombuffer(values, get_numpy_dtype(each, casting=True), out.size, at)
-            sums += np.multiply(as_numbers(row, each), factor, dtype=np.float64)
+        for stored, factor in zip(dtypes, factors, strict=True):
+            row = np.frombuffer(values, get_numpy_dtype(stored, casting=True), out.size, at)
+            sums += np.multiply(as_numbers(row, stored), factor, dtype=np.float64)
             at += row.nbytes
         np.copyto(out, np.divide(sums, divisor, out=sums), casting="same_kind")
     return bool(np.isfinite(out).all())

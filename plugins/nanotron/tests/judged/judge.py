@@ -179,10 +179,10 @@ class _Run:
             )
         *modules, leaf = name.split(".")
         module = self.model
-        for each in modules:
-            if not hasattr(module, each):
-                module.add_module(each, nn.Module())
-            module = getattr(module, each)
+        for part in modules:
+            if not hasattr(module, part):
+                module.add_module(part, nn.Module())
+            module = getattr(module, part)
         module.register_parameter(leaf, parameter)
 
     def _tie(self):

@@ -277,7 +277,7 @@ def main():
     """Make the cases that are named, or all."""
     out, *names = sys.argv[1:]
     chosen = {}
-    for name, _, begun in (each.partition("=") for each in names or CASES):
+    for name, _, begun in (case.partition("=") for case in names or CASES):
         chosen[name] = replace(CASES[name], begun=begun) if begun else CASES[name]
     judge.make(Path(out), chosen)
 

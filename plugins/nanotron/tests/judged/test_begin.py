@@ -98,9 +98,7 @@ def test_every_file_is_what_nanotron_saved(case, published, tmp_path):
             assert is_same(states_of(mine), states_of(path)), name
         elif "optimizer_config" in name:
             assert is_same(load_file(mine), load_file(path))
-    written, wanted = (
-        json.loads(each["3/model_config.json"].read_text()) for each in (ours, theirs)
-    )
+    written, wanted = (json.loads(run["3/model_config.json"].read_text()) for run in (ours, theirs))
     assert written == {key: wanted[key] for key in written}
 
 

@@ -44,8 +44,6 @@ _WITHOUT_AUTOEP = (
 
 @dataclass(frozen=True, slots=True)
 class _ExpertLayer:
-    """A layer of experts, by its entry in ``ds_autoep_layers``."""
-
     number: int
     path: str  # of the module that AutoEP replaced
     experts: int
@@ -112,7 +110,6 @@ def restore_names(manifest: Manifest, first: ModelStates) -> Manifest:
 
 
 def _restore(manifest: Manifest, entries: Iterable[Entry], first: ModelStates) -> Manifest:
-    """Return the state under the names of the model that the program built."""
     layers, size = _read_layers(first)
     places, names = _place_experts(first, layers, size), _rename_others(first, layers)
     moved = index_entries(_join(manifest.origin.path, entries, places, names))
@@ -151,7 +148,6 @@ def _refuse(files: TagFiles, first: ModelStates) -> None:
 
 
 def _refuse_own_names(first: ModelStates) -> None:
-    """Refuse a run whose configuration replaces the names of DeepSpeed's presets."""
     section = first.config.get("expert_parallel")
     settings = section if isinstance(section, dict) else {}
     own = [name for name in _OWN_NAMES if settings.get(name) is not None]
@@ -181,8 +177,8 @@ def _read_layers(first: ModelStates) -> tuple[list[_ExpertLayer], int]:
             )
         placement = entry.get("expert_placement", {"ranks": ()})["ranks"]
         if any(
-            each["experts"] != list(range(each["rank"] * local, (each["rank"] + 1) * local))
-            for each in placement
+            holder["experts"] != list(range(holder["rank"] * local, (holder["rank"] + 1) * local))
+            for holder in placement
         ):
             raise UnsupportedError(
                 path,
@@ -217,10 +213,7 @@ def _open_experts(
 def _place_experts(
     first: ModelStates, layers: Sequence[_ExpertLayer], size: int
 ) -> dict[str, _ModelPlace]:
-    """Return where each expert, and the experts of each rank, are in the model's tensors.
-
-    ``gate_up_proj`` has the rows of ``w1`` and then those of ``w3``.
-    """
+    # ``gate_up_proj`` has the rows of ``w1`` and then those of ``w3``.
     shapes = {name: shape for group in first.shapes for name, shape in group.items()}
     places = {}
     for layer in layers:
@@ -313,7 +306,6 @@ def _with_all_ranks(first: ModelStates, layers: Sequence[_ExpertLayer], size: in
 
 
 def _read_weights(opened: Mapping[tuple[int, int], TorchFile]) -> Iterator[Entry]:
-    """Yield the weights of each expert, in the dtype of the training."""
     for file in opened.values():
         root = file.root if isinstance(file.root, dict) else {}
         for name, tensor in root.items():

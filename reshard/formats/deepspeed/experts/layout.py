@@ -79,9 +79,9 @@ def list_expert_data_ranks(world: int, size: int, config: Mapping[str, Any]) -> 
     >>> list_expert_data_ranks(4, 2, {"use_data_before_expert_parallelism": True})
     [range(0, 2), range(2, 4)]
     """
-    each = world // size
+    share = world // size
     if config.get("use_data_before_expert_parallelism"):
-        return [range(at * each, (at + 1) * each) for at in range(size)]
+        return [range(at * share, (at + 1) * share) for at in range(size)]
     return [range(at, world, size) for at in range(size)]
 
 

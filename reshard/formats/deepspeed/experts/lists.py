@@ -26,11 +26,6 @@ def complete(first: ModelStates, files: RankFiles, module: Mapping[str, Any]) ->
 
     Args:
         module: the tensors of the whole model; a rank's names of experts are those of rank 0.
-
-    Raises:
-        UnsupportedError: the files do not state which parameters the partitions hold.
-        CorruptError: a parameter in a partition is not in the module.
-        IncompleteError: there are fewer ranks than share a group of experts.
     """
     ranks = [open_optimizer(files.optim[rank], rank) for rank in sorted(files.optim)]
     root = ranks[0].file.root
@@ -54,7 +49,6 @@ def complete(first: ModelStates, files: RankFiles, module: Mapping[str, Any]) ->
 
 
 def _list_names(rank: OptimizerStates, index: int) -> Sequence[str]:
-    """Return the parameters of which a rank's partition of a flat tensor holds elements."""
     mappings = rank.root.get(MAPPINGS)
     if not isinstance(mappings, list) or index >= len(mappings):
         raise UnsupportedError(

@@ -127,11 +127,7 @@ def _list_settings(file: TorchFile) -> list[tuple[dict[str, Any], list[int]]]:
 def _with_global_names(
     optimizer: dict[str, Any], rank: int, per_rank: Mapping[str, int]
 ) -> dict[str, Any]:
-    """Return an optimizer whose ``param_names``, if it has any, are those of the whole model.
-
-    Args:
-        per_rank: how many experts of each layer a rank has.
-    """
+    """Return an optimizer whose ``param_names``, if it has any, are those of the whole model."""
     inner = unwrap_optimizer(optimizer)
     groups = inner.get("param_groups", [])
     if not any("param_names" in group for group in groups):
@@ -151,17 +147,11 @@ def _with_global_names(
 
 
 def _name_globally(fqn: str, rank: int, per_rank: Mapping[str, int]) -> str:
-    """Return the whole model's name of a tensor that an expert-parallel rank names."""
     own = parse_expert_name(fqn)
     return str(own.renumber(rank * per_rank[own.layer] + own.number)) if own else fqn
 
 
 def _check_sizes(file: TorchFile, count: int, counts: Mapping[str, int]) -> None:
-    """Check that the number of files is the number of ranks that share each layer.
-
-    Args:
-        counts: experts of each layer.
-    """
     groups = unwrap_optimizer(_get_optimizer(file)).get("param_groups", [])
     sizes = {size for size in map(find_expert_parallel_size, groups) if size is not None}
     if len(sizes) > 1:

@@ -27,7 +27,7 @@ from reshard.formats.deepspeed.experts.files import (
 from reshard.formats.deepspeed.experts.layout import find_expert_parallel_size, parse_expert_name
 from reshard.formats.deepspeed.states import ModelStates
 from reshard.layouts.model_parallel import combine
-from reshard.units import some
+from reshard.units import abridge
 
 _LISTED = 4
 _NO_BUFFERS = (
@@ -59,7 +59,7 @@ def read(files: TagFiles, first: ModelStates) -> Manifest:
         manifest = tag_directory.read(files.ranks[0], first, [expert.file for expert in experts])
     manifest = sort_by_module(manifest, module, count_experts(experts), sizes)
     if lacks_lists and manifest.frozen:
-        text = f"{_NO_BUFFERS}: {some(sorted(manifest.frozen), _LISTED)}"
+        text = f"{_NO_BUFFERS}: {abridge(sorted(manifest.frozen), _LISTED)}"
         manifest = replace(manifest, warnings=(*manifest.warnings, text))
     return manifest
 
@@ -96,15 +96,8 @@ def _sort_group(
     position: Mapping[str, int],
     per_rank: Mapping[str, int],
 ) -> ParamGroup:
-    """Return a group of experts, which is stored rank by rank, in the module's order.
-
-    If the ranks have their members in another order, the group stays rank by rank, each rank's
-    members in the order in which the user gave them.
-
-    Args:
-        position: fqn -> its position in the module.
-        per_rank: how many experts of each layer a rank has.
-    """
+    # A group of experts is stored rank by rank. It gets the module's order, unless a rank's members
+    # have another one, which the user gave them.
     ranks: dict[int, list[str]] = {}
     for fqn, own in zip(group.fqns, map(parse_expert_name, group.fqns), strict=True):
         if own is None:  # not a group of experts, in which all members belong to experts
@@ -172,9 +165,10 @@ def with_all_experts(
         IncompleteError: a layer has no file of an expert.
     """
     per_rank = _count_local(first.declared_names)
+    names = first.root.get("module") or {}
     sizes: dict[str, int] = {}
     for layer, count in count_experts(experts).items():
-        if layer not in per_rank and _has_gate(first, layer):
+        if layer not in per_rank and any(name.startswith(f"{layer}gate.") for name in names):
             # All its experts are frozen, which stage 1 does not list; no partition depends on how
             # many ranks share them.
             sizes[layer] = 1
@@ -227,22 +221,12 @@ def with_all_experts(
     return replace(first, root=root, expert_ranks=expert_ranks), sizes
 
 
-def _has_gate(first: ModelStates, layer: str) -> bool:
-    return any(name.startswith(f"{layer}gate.") for name in first.root.get("module") or {})
-
-
 def _move_to_expert(fqn: str, other: str) -> str:
-    """Return another parameter's name with the expert of ``fqn``, if both are experts'."""
     own, its = parse_expert_name(fqn), parse_expert_name(other)
     return str(its.renumber(own.number)) if own and its else other
 
 
 def _find_group_size(first: ModelStates, group: Iterable[str], sizes: Mapping[str, int]) -> int:
-    """Return the number of expert-parallel ranks of a group, which must be equal for all members.
-
-    Args:
-        sizes: the ranks that share each layer.
-    """
     names = map(parse_expert_name, group)
     own = {sizes[name.layer] if name else 1 for name in names}
     if len(own) > 1:
@@ -256,7 +240,6 @@ def _find_group_size(first: ModelStates, group: Iterable[str], sizes: Mapping[st
 
 
 def _count_local(names: Iterable[str]) -> dict[str, int]:
-    """Return how many experts of each layer one rank lists."""
     experts: dict[str, set[int]] = {}
     for name in filter(None, map(parse_expert_name, names)):
         experts.setdefault(name.layer, set()).add(name.number)

@@ -144,11 +144,6 @@ def _check_order(
     firsts: Sequence[ModelStates],
     sizes: Mapping[str, int],
 ) -> None:
-    """Check that the files of experts are those of the ranks that write them.
-
-    Args:
-        sizes: the expert-parallel ranks that share each layer.
-    """
     tensor = len(firsts)
     world = firsts[0].data_ranks * tensor
     counts = count_experts(experts)
@@ -170,10 +165,7 @@ def _select(part: Manifest, keep: Callable[[str], bool]) -> Manifest:
 
 
 def _select_lists(states: ModelStates, keep: Callable[[str], bool]) -> ModelStates:
-    """Return model states that list only the names to keep.
-
-    A param group has either only experts or none.
-    """
+    # A param group has either only experts or none.
     kept = [keep(next(iter(group), "")) for group in states.shapes]
     groups = [group if own else {} for group, own in zip(states.shapes, kept, strict=True)]
     sizes = states.expert_ranks or (1,) * len(kept)

@@ -83,7 +83,6 @@ def lay_out(state: WritableState, request: Request) -> LaidOut:
 def _lay_out_mixture(
     state: WritableState, target: DeepSpeedTarget
 ) -> tuple[list[tuple[Skeleton, Skeleton]], OutputSpec, tuple[str, ...]]:
-    """Lay out a run with experts; return each model-parallel rank's files, the spec, and notes."""
     trained = find_precision(state)
     cut = ModelGrid((ModelRank(0, state),), layered=False, notes=())
     if target.parallel.model > 1:
@@ -105,17 +104,11 @@ def _resolve_ranks(
         _refuse_stage(cut, target.zero_stage, target.dtype or trained)
     for rank in cut.ranks:
         spec = resolve_spec(rank.state, target, universal=universal, trained=trained)
-        yield (
-            replace(spec, sizes=target.parallel, mp_rank=rank.number, layered=cut.layered),
-            rank,
-        )
+        yield replace(spec, mp_rank=rank.number, layered=cut.layered), rank
 
 
 def _refuse_stage(cut: ModelGrid, stage: int, precision: DType) -> None:
-    """Refuse stages that DeepSpeed does not have for a pipeline.
-
-    Source: DeepSpeed 0.19.8 ``runtime/pipe/engine.py``.
-    """
+    # Source: DeepSpeed 0.19.8 ``runtime/pipe/engine.py``.
     if stage > 1:
         raise UsageError(
             f"--zero-stage {stage}",
@@ -162,9 +155,8 @@ def lay_out_universal(state: WritableState, request: Request) -> LaidOut:
     else:
         metadata = SplitMetadata(state, target)
         spec = resolve_spec(metadata.strip_padding(state), target, universal=True)
-        spec = replace(spec, sizes=target.parallel)  # for the world size in its stamps
         ranks = _resolve_ranks(state, grid.cut_state(state, target), target, universal=True)
-        models = [rank.lift(universal.lay_out_model_rank(own)) for own, rank in ranks]
+        models = [rank.lift(universal.lay_out_model(own)) for own, rank in ranks]
         skeleton = universal.lay_out_files(spec, metadata, skeletons.join(models))
         # Vocabularies without padding are the first rows of what the source has.
         shapes = {key: entry.shape for key, entry in state.manifest.entries.items()}

@@ -42,7 +42,6 @@ def describe_cuts(state: WritableState) -> dict[str, Any]:
 
 
 def _classify(name: str, *, is_tied: bool) -> str | None:
-    """Return how AutoTP cuts a parameter; None if its name does not tell."""
     *modules, leaf = name.split(".")
     module = modules[-1] if modules else ""
     if name == _HEAD or (_EMBEDDING.fullmatch(name) and is_tied):

@@ -112,11 +112,8 @@ def _join_user_groups(
 
 
 def _is_continuation(parts: Sequence[TrainedGroup], group: TrainedGroup, rank: _FirstRank) -> bool:
-    """Return whether a group was split from the same user's group as those before it.
-
-    This is so if only the number of its ranks differs, or if its first member did not fit into the
-    last group.
-    """
+    # A group was split from the same user's group if only the number of its ranks differs, or if
+    # its first member did not fit into the last group.
     last = parts[-1]
     if not has_experts(group.hyper) or _without_name(group) != _without_name(last):
         return False
@@ -134,11 +131,8 @@ def _without_name(group: TrainedGroup) -> dict[str, Any]:
 def _split_group(
     hyper: Mapping[str, Any], members: Sequence[TrainedParameter], rank: _FirstRank
 ) -> Iterator[TrainedGroup]:
-    """Yield one group, or several if a rank's part would be larger than DeepSpeed allows.
-
-    Each DeepSpeed rank splits the group that it has, and all ranks' parts have equal sizes: the
-    parts of the first rank decide for all.
-    """
+    # Each DeepSpeed rank splits the group that it has, and all ranks' parts have equal sizes: the
+    # parts of the first rank decide for all.
     parts: dict[str, int] = {}
     number, numel = 0, 0
     for member in rank.select(members):

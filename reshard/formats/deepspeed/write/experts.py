@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from reshard.core.manifest import Entry, Skeleton
 from reshard.errors import UnsupportedError, UsageError
@@ -57,6 +58,7 @@ class Mixture:
         counts: the experts of each layer, by the prefix of its names and in the model's order.
         sizes: the expert-parallel ranks that share each layer.
         world: number of data-parallel ranks.
+        config: DeepSpeed's configuration, which orders the ranks; empty if unknown.
         mp_rank: number of the model-parallel rank.
         tensor: number of tensor-parallel ranks that expert-parallel groups span; 1 if each
             tensor-parallel rank has groups of its own.
@@ -66,6 +68,7 @@ class Mixture:
     counts: Mapping[str, int]
     sizes: Mapping[str, int]
     world: int
+    config: Mapping[str, Any]
     notes: tuple[str, ...] = ()
     mp_rank: int = 0
     tensor: int = 1
@@ -80,20 +83,13 @@ class Mixture:
                 yield name, self.select_rank(writer)
 
     def _list_writers(self, size: int) -> list[int | None]:
-        """Return the data-parallel rank that writes the experts of each expert-parallel rank.
-
-        None: another tensor-parallel rank writes them.
-
-        Args:
-            size: number of expert-parallel ranks.
-        """
+        # None: another tensor-parallel rank writes the experts of this expert-parallel rank.
         first = [ranks[0] for ranks in self._list_sharing_ranks(size)]
         own = self.mp_rank % self.tensor
         return [rank // self.tensor if rank % self.tensor == own else None for rank in first]
 
     def _list_sharing_ranks(self, size: int) -> list[range]:
-        config = order.find_engine_config(self.state) or {}
-        return list_expert_data_ranks(self.world * self.tensor, size, config)
+        return list_expert_data_ranks(self.world * self.tensor, size, self.config)
 
     def list_files(self) -> Iterator[tuple[str, dict[str, str]]]:
         """Yield each expert's file, and its content: name -> the name whose values it has."""
@@ -121,10 +117,9 @@ class Mixture:
 
     def select_rank(self, rank: int) -> ExpertRank:
         """Return what a data-parallel rank holds; ranks with the same experts share one value."""
-        config = order.find_engine_config(self.state) or {}
         world, rank = self.world * self.tensor, rank * self.tensor + self.mp_rank % self.tensor
         positions = {
-            size: locate_rank(world, size, config, rank)[0]
+            size: locate_rank(world, size, self.config, rank)[0]
             for size in sorted(set(self.sizes.values()))
         }
         key = tuple(positions.values())
@@ -133,11 +128,7 @@ class Mixture:
         return self._ranks[key]
 
     def _select(self, positions: Mapping[int, int]) -> ExpertRank:
-        """Return what a rank holds.
-
-        Args:
-            positions: number of expert-parallel ranks -> which of them the rank is.
-        """
+        # ``positions``: number of expert-parallel ranks -> which of them the rank is.
         names: dict[str, str] = {}
 
         def get_local_name(fqn: str) -> str | None:
@@ -171,25 +162,20 @@ def make_mixture(state: WritableState, target: DeepSpeedTarget, mp_rank: int = 0
 
     Raises:
         UsageError: the ranks cannot share the experts evenly.
-        UnsupportedError: the grid has pipeline stages, or tensor-parallel ranks with which
-            DeepSpeed does not save every file; param groups of experts are not DeepSpeed's.
+        UnsupportedError: the grid has tensor-parallel ranks with which DeepSpeed does not save
+            every file; param groups of experts are not DeepSpeed's.
     """
     counts, world, grid = _count_experts(state), target.data_parallel, target.parallel
-    if grid.pipeline > 1:
-        raise UnsupportedError(
-            f"{grid}",
-            "reshard does not write experts together with pipeline stages",
-            "leave out --pp",
-        )
     is_cut = are_experts_cut(state.manifest.origin.mesh)
     tensor = 1 if is_cut else grid.tensor
+    config = target.live.config or order.find_engine_config(state) or {}
     if target.weights_only and tensor == 1:
-        return Mixture(state, counts, dict.fromkeys(counts, 1), world, (), mp_rank)
+        return Mixture(state, counts, dict.fromkeys(counts, 1), world, config, mp_rank=mp_rank)
     before = _find_sizes(state, counts)
     sizes = dict.fromkeys(counts, target.experts) if target.experts else before
     for layer, size in sizes.items():
         _check_divisible(layer, counts[layer], size, world * tensor)
-        _refuse_partial_save(state, layer, size, tensor)
+        _refuse_partial_save(config, layer, size, tensor)
     groups, notes = regroup_experts(state, counts, before, sizes)
     different = sorted(set(sizes.values()))
     if len(different) > 1:  # DeepSpeed iterates over a set of names (0.19.8 ``moe/utils.py``)
@@ -201,20 +187,17 @@ def make_mixture(state: WritableState, target: DeepSpeedTarget, mp_rank: int = 0
         )
         notes = (*notes, note)
     if grid.tensor > 1:
-        each = "share each expert, so" if is_cut else "have each expert whole, so"
+        how = "share each expert, so" if is_cut else "have each expert whole, so"
         setting = f"enable_expert_tensor_parallelism={is_cut}"
-        note = f"tensor-parallel ranks {each} the layers of the new run need {setting}"
+        note = f"tensor-parallel ranks {how} the layers of the new run need {setting}"
         notes = (*notes, note)
-    return Mixture(replace(state, groups=groups), counts, sizes, world, notes, mp_rank, tensor)
+    state = replace(state, groups=groups)
+    return Mixture(state, counts, sizes, world, config, notes, mp_rank, tensor)
 
 
-def _refuse_partial_save(state: WritableState, layer: str, size: int, tensor: int) -> None:
-    """Refuse grids of whole experts in which a rank looks for files that no rank writes.
-
-    A rank looks for the files of its own tensor-parallel rank, and only the first of the ranks that
-    share an expert writes its file (DeepSpeed 0.19.8 ``runtime/engine.py``).
-    """
-    config = order.find_engine_config(state) or {}
+def _refuse_partial_save(config: Mapping[str, Any], layer: str, size: int, tensor: int) -> None:
+    # A rank looks for the files of its own tensor-parallel rank, and only the first of the ranks
+    # that share an expert writes its file (DeepSpeed 0.19.8 ``runtime/engine.py``).
     if tensor == 1 or (size % tensor == 0 and not config.get("use_data_before_expert_parallelism")):
         return
     raise UnsupportedError(

@@ -51,7 +51,6 @@ def lay_out_experts(
         return replace(
             resolve_spec(state, target, trained=trained),
             experts=tuple(mixture.counts.values()),
-            sizes=target.parallel,
             mp_rank=mixture.mp_rank,
             spans_tensor_ranks=mixture.tensor > 1,
         )
@@ -104,7 +103,6 @@ def _lay_out_stamped(spec: OutputSpec, name: str, root: Any, rank: int = 0) -> S
 
 
 def _lay_out_layers(spec: OutputSpec, rank: ModelRank | None) -> Iterator[Skeleton]:
-    """Yield a pipeline's ``layer_*-model_states.pt``."""
     for layer in rank.layers if rank else ():
         name = f"{spec.tag}/layer_{layer.number:02d}{rank.suffix if rank else ''}-model_states.pt"
         yield _lay_out_stamped(spec, name, model_states.make_layer_file(spec, layer))
@@ -113,10 +111,7 @@ def _lay_out_layers(spec: OutputSpec, rank: ModelRank | None) -> Iterator[Skelet
 def _lay_out_optimizer_states(
     spec: OutputSpec, ranks: Iterable[int] | None = None
 ) -> Iterator[Skeleton]:
-    """Yield ``*_optim_states.pt`` of all ranks, or at stages 1 and 2 of the given ranks.
-
-    DeepSpeed expects the prefix ``bf16_`` by the precision of the run, at every stage.
-    """
+    # DeepSpeed expects the prefix ``bf16_`` by the precision of the run, at every stage.
     if spec.stage == 0:
         return
     prefix = f"{spec.tag}/{'bf16_' if spec.precision == BFLOAT16 else ''}zero_pp_rank"

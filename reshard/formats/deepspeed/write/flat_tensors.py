@@ -5,11 +5,10 @@ The runs are at the same positions in the masters and in every slot.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from math import prod
-from typing import Any
 
-from reshard.containers.torch_writer import Part, Slot, Storage
+from reshard.containers.torch_writer import Storage, StorageBlock, StorageView
 from reshard.core.box import Box, run_boxes
 from reshard.core.dtypes import FLOAT32, DType
 from reshard.core.manifest import MASTER, Entry
@@ -17,7 +16,13 @@ from reshard.errors import IncompleteError, UnsupportedError
 from reshard.layouts.partition import compute_equal_piece
 from reshard.training import optimizers
 from reshard.training.shared_scalars import build_shared_scalars
-from reshard.training.state import TrainedParameter, collect_scalar_names, collect_slot_names
+from reshard.training.state import (
+    TrainedGroup,
+    TrainedParameter,
+    WritableState,
+    collect_scalar_names,
+    collect_slot_names,
+)
 
 # A run of a parameter in a flat tensor: its blocks, each with the element at which it begins.
 MemberRun = tuple[TrainedParameter, Sequence[tuple[Box, int]]]
@@ -44,23 +49,23 @@ def concatenate(members: Iterable[TrainedParameter], ranks: int = 1) -> tuple[li
 
 def build_flat_tensor(
     dtype: DType, numel: int, runs: Iterable[MemberRun], value: Value, *, grad: bool = False
-) -> Slot:
+) -> StorageView:
     """Return a flat tensor; it has zeros where a parameter has no such value."""
     parts = []
     for member, boxes in runs:
         entry = value(member)
         if entry is not None:
             parts += [_make_part(entry, box, at) for box, at in boxes]
-    return Slot(Storage(dtype, numel, tuple(parts)), (numel,), requires_grad=grad)
+    return StorageView(Storage(dtype, numel, tuple(parts)), (numel,), requires_grad=grad)
 
 
-def build_run_parts(entry: Entry, start: int, stop: int) -> tuple[Part, ...]:
+def build_run_parts(entry: Entry, start: int, stop: int) -> tuple[StorageBlock, ...]:
     """Return the run ``[start, stop)`` of an entry as the content of its own tensor."""
     return tuple(_make_part(entry, box, at) for box, at in _place_boxes(entry, start, stop, 0))
 
 
-def _make_part(entry: Entry, box: Box, at: int) -> Part:
-    return Part(entry.kind, entry.fqn, entry.shape, box, at)
+def _make_part(entry: Entry, box: Box, at: int) -> StorageBlock:
+    return StorageBlock(entry.kind, entry.fqn, entry.shape, box, at)
 
 
 def _place_boxes(entry: Entry, start: int, stop: int, at: int) -> Iterator[tuple[Box, int]]:
@@ -103,7 +108,7 @@ def collect_slot_dtypes(members: Sequence[TrainedParameter]) -> dict[str, DType]
     return common
 
 
-def make_scalars(members: Sequence[TrainedParameter]) -> dict[str, Slot]:
+def make_scalars(members: Sequence[TrainedParameter]) -> dict[str, StorageView]:
     """Return the 0-d values of a flat tensor's state."""
     why = "ZeRO keeps one value for all parameters of a group"
     remedy = "stage 0 keeps one for each parameter: --zero-stage 0"
@@ -111,24 +116,25 @@ def make_scalars(members: Sequence[TrainedParameter]) -> dict[str, Slot]:
 
 
 def find_common_step(
-    members: Sequence[TrainedParameter], hyper: Mapping[str, Any], path: str
+    state: WritableState, group: TrainedGroup, members: Sequence[TrainedParameter]
 ) -> float | None:
     """Return how many updates all members with state have seen; None if nothing counts them.
 
     Args:
-        hyper: hyperparameters of their group, in which some optimizers count.
+        group: the members' group, in whose hyper-parameters some optimizers count.
 
     Raises:
         IncompleteError: a member lacks a slot that others have, or the number of its updates.
         UnsupportedError: members have seen different numbers of updates.
     """
+    path = state.manifest.origin.path
     names = collect_slot_names(members)
     stepped = [member for member in members if member.slots]
     for member in stepped:
         missing = [name for name in names if name not in member.slots]
         if missing:
             raise IncompleteError(path, f"does not contain the {missing[0]} of {member.fqn!r}")
-        counted = member.step is not None or "step" in hyper
+        counted = member.step is not None or "step" in group.hyper
         if not counted and optimizers.needs_count(names):
             raise IncompleteError(
                 path,

@@ -82,6 +82,5 @@ def _is_neox(state: WritableState) -> bool:
 
 
 def _get_args(state: WritableState) -> Mapping[str, Any]:
-    """Return the settings that the model states hold."""
     args = state.manifest.train.client.get(_ARGS)
     return args if isinstance(args, Mapping) and _is_neox(state) else {}

@@ -15,6 +15,7 @@ from reshard.core.manifest import Entry, Key, Skeleton
 from reshard.errors import UnsupportedError, UsageError
 from reshard.formats.deepspeed import order
 from reshard.formats.deepspeed.cuts import TENSOR_PARALLEL_INFO, Cuts
+from reshard.formats.deepspeed.directory import NAME
 from reshard.formats.deepspeed.experts.layout import are_experts_cut, parse_expert_name
 from reshard.formats.deepspeed.write import autotp
 from reshard.formats.deepspeed.write.pipeline import (
@@ -117,7 +118,10 @@ def make_cuts(
     """Return how ranks share parameters, and the metadata of the source that says so."""
     found = state.manifest.train.opaque.get(TENSOR_PARALLEL_INFO)
     info: dict[str, Any] = dict(found) if isinstance(found, dict) else {}
-    if not info and target.parallel.tensor > 1 and target.rules is None:
+    # AutoTP before 0.19 states no cuts.
+    origin = state.manifest.origin
+    is_older = origin.format == NAME and origin.mesh.get("tp", 1) > 1
+    if not info and target.parallel.tensor > 1 and target.rules is None and not is_older:
         info = autotp.describe_cuts(state)
     cuts = Cuts(
         state.manifest.origin.path,
@@ -126,6 +130,7 @@ def make_cuts(
         ranks=ranks,
         buffers=[weight.fqn for weight in state.weights if weight.is_buffer],
         rules=target.rules,
+        may_be_autotp=is_older,
     )
     return cuts, info
 
@@ -203,10 +208,7 @@ def _refuse_round_robin(state: WritableState) -> None:
 
 
 def _select_stage(state: WritableState, layers: Sequence[Layer]) -> WritableState:
-    """Return what a stage holds, in the order in which DeepSpeed registers it.
-
-    Shared modules lead, in the order of their first use on the stage.
-    """
+    # Shared modules lead, in the order of their first use on the stage.
     own = [fqn for layer in layers for fqn in layer.names.values()]
     modules = dict.fromkeys(get_shared_module(fqn) for fqn in own if is_shared(fqn))
     order_of = {module: number for number, module in enumerate(modules)}
@@ -226,8 +228,6 @@ def _select_stage(state: WritableState, layers: Sequence[Layer]) -> WritableStat
 
 
 class _Cutter:
-    """Cuts every tensor of the state over tensor-parallel ranks."""
-
     def __init__(self, state: WritableState, target: DeepSpeedTarget) -> None:
         self.size = target.parallel.tensor
         self._state = state
@@ -276,7 +276,6 @@ class _Cutter:
                 )
 
     def _pad(self, fqn: str, shape: Index, divisible: int | None) -> Index:
-        """Return the shape with the padding rows that a vocabulary has in this grid."""
         if not self.splits[fqn].padded or divisible is None:
             return shape
         unit, vocabulary = divisible * self.size, self.info.get("original_vocab_size")
@@ -314,9 +313,8 @@ class _Cutter:
 
 
 def _share_evenly(info: Mapping[str, Any], ranks: int) -> dict[str, Any]:
-    """Return the metadata of fused parameters for another number of ranks, with equal shares."""
     widths = {
-        text: [[sum(each) // ranks] * ranks for each in parts]
+        text: [[sum(part) // ranks] * ranks for part in parts]
         for text, parts in (info.get("sub_param_shard_widths") or {}).items()
     }
     return {

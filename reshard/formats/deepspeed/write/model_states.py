@@ -9,7 +9,7 @@ from collections import OrderedDict
 from typing import Any
 
 from reshard.containers.pickles.values import Call
-from reshard.containers.torch_writer import Slot, Storage, build_whole_tensor
+from reshard.containers.torch_writer import Storage, StorageView, build_whole_tensor
 from reshard.core.box import Index
 from reshard.formats.deepspeed.experts.layout import parse_expert_name
 from reshard.formats.deepspeed.write.pickled_objects import UNIVERSAL_VERSION, WRITTEN_AS
@@ -43,7 +43,7 @@ def make_rank_file(spec: OutputSpec, rank: int) -> OrderedDict[str, Any]:
     return root
 
 
-def make_layer_file(spec: OutputSpec, layer: Layer) -> OrderedDict[str, Slot]:
+def make_layer_file(spec: OutputSpec, layer: Layer) -> OrderedDict[str, StorageView]:
     """Return the file of a pipeline's layer: its own state dict."""
     weights = {weight.fqn: weight for weight in spec.state.weights}
     return OrderedDict(
@@ -72,37 +72,34 @@ def make_universal_file(spec: OutputSpec, *, weights: bool) -> OrderedDict[str, 
     )
 
 
-def _build_whole_tensors(spec: OutputSpec) -> dict[str, Slot]:
+def _build_whole_tensors(spec: OutputSpec) -> dict[str, StorageView]:
     return {weight.fqn: build_whole_tensor(*spec.stored(weight)) for weight in spec.state.weights}
 
 
-def _build_placeholders(spec: OutputSpec) -> dict[str, Slot]:
+def _build_placeholders(spec: OutputSpec) -> dict[str, StorageView]:
     buffers = {weight.fqn for weight in spec.buffers}
-    empty: dict[Any, Slot] = {}
+    empty: dict[Any, StorageView] = {}
     slots = {}
     for weight in spec.state.weights:
         entry, dtype = spec.stored(weight)
         if weight.fqn in buffers:
             slots[weight.fqn] = build_whole_tensor(entry, dtype)
         else:
-            slots[weight.fqn] = empty.setdefault(dtype, Slot(Storage(dtype, 0), (0,)))
+            slots[weight.fqn] = empty.setdefault(dtype, StorageView(Storage(dtype, 0), (0,)))
     return slots
 
 
-def _with_aliases(spec: OutputSpec, slots: dict[str, Slot]) -> OrderedDict[str, Slot]:
+def _with_aliases(spec: OutputSpec, slots: dict[str, StorageView]) -> OrderedDict[str, StorageView]:
     tied = spec.state.manifest.tied.items()
     aliases = {alias: slots[kept] for alias, kept in tied if kept in slots and alias not in slots}
     return OrderedDict(slots | aliases)
 
 
 def _build_root(
-    spec: OutputSpec, module: OrderedDict[str, Slot], frozen: dict[str, Slot] | None
+    spec: OutputSpec, module: OrderedDict[str, StorageView], frozen: dict[str, StorageView] | None
 ) -> OrderedDict[str, Any]:
-    """Return the content of a file, as an OrderedDict, which can have the stamp as an attribute.
-
-    As a key the stamp would reach the next save: DeepSpeed returns keys that it does not know to
-    the user (``client_state``).
-    """
+    # An OrderedDict can have the stamp as an attribute. As a key it would reach the next save:
+    # DeepSpeed returns keys that it does not know to the user (``client_state``).
     train = spec.state.manifest.train
     if spec.lacks_frozen:  # the engine looks up every frozen parameter in a dict, not in None
         frozen = None

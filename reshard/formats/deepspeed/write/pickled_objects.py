@@ -13,7 +13,7 @@ from collections.abc import Collection, Mapping
 from typing import Any
 
 from reshard.containers.pickles.values import Call, Global
-from reshard.containers.torch_writer import Slot, build_number
+from reshard.containers.torch_writer import StorageView, build_number
 from reshard.errors import UsageError, shown
 from reshard.training import optimizers
 
@@ -43,7 +43,9 @@ def make_step_state(
     return {} if count is None else {"step": make_step_counter(count, hyper, slots)}
 
 
-def make_step_counter(count: float, hyper: Mapping[str, Any], slots: Collection[str]) -> Slot | int:
+def make_step_counter(
+    count: float, hyper: Mapping[str, Any], slots: Collection[str]
+) -> StorageView | int:
     """Return a step counter as the group's optimizer keeps it.
 
     torch's optimizers count in a 0-d tensor. DeepSpeed's own (FusedAdam, CPUAdam), known by their

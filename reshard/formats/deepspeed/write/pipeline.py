@@ -19,7 +19,7 @@ from reshard.errors import UnsupportedError, UsageError
 from reshard.formats.deepspeed import dialects
 from reshard.formats.deepspeed.layers import TIED, parse_layer
 from reshard.layouts.model_parallel.sizes import Sizes, assign_layers
-from reshard.units import some
+from reshard.units import abridge
 
 _RANK = re.compile(r"mp_rank_(\d+)_(?:model|optim)_states\.pt$")
 _GIVE_LAYERS = (
@@ -128,8 +128,8 @@ def refuse_unknown_uses(manifest: Manifest) -> None:
     if unknown:
         raise UnsupportedError(
             manifest.origin.path,
-            f"contains shared modules with uses without a file ({some(sorted(unknown))}): no file"
-            " states the order of these layers, which is that of DeepSpeed's optimizer",
+            f"contains shared modules with uses without a file ({abridge(sorted(unknown))}): no"
+            " file states the order of these layers, which is that of DeepSpeed's optimizer",
             "write --to ds-universal, which DeepSpeed loads by name, or pass --pp 1",
         )
 
@@ -174,7 +174,6 @@ def share_layers(
 
 
 def _find_owners(manifest: Manifest) -> dict[str, set[int]]:
-    """Return the stages whose optimizers have each parameter; empty if there is one stage."""
     owners: dict[str, set[int]] = {}
     if manifest.origin.mesh.get("pp", 1) == 1:
         return owners
@@ -191,11 +190,8 @@ def _find_stages(fqns: Iterable[str], owners: Mapping[str, Collection[int]]) -> 
 
 
 def _fill_stages(layers: Sequence[Layer], count: int) -> Stages:
-    """Return stages of which each has a layer for all that its optimizer has.
-
-    A shared module may be used on either side of the border of two stages that both have it: then
-    a stage ends as soon as it has everything. A layer of unknown stage is with the one before it.
-    """
+    # A shared module may be used on either side of the border of two stages that both have it: then
+    # a stage ends as soon as it has everything. A layer of unknown stage is with the one before it.
     lacking: list[set[str]] = [set() for _ in range(count)]
     for layer in layers:
         for stage in layer.stages:
@@ -214,7 +210,6 @@ def _fill_stages(layers: Sequence[Layer], count: int) -> Stages:
 def _list_partition_methods(
     manifest: Manifest, layers: Sequence[Layer], total: int
 ) -> dict[str, Callable[[int], Stages]]:
-    """Return DeepSpeed's partition methods, the likeliest first."""
     sizes = {entry.fqn: entry.numel for entry in manifest.of_kind(*WEIGHT_KINDS)}
     buffers = {entry.fqn for entry in manifest.of_kind(BUFFER)}
     parameters, blocks = [0] * total, [0] * total
@@ -238,7 +233,6 @@ def _list_partition_methods(
 
 
 def _is_fitting(stages: Stages, layers: Sequence[Layer]) -> bool:
-    """Return whether a division gives each stage the layers, and shared modules, that it has."""
     last = len(stages) - 1
     found: set[tuple[int, str]] = set()
     for layer in layers:

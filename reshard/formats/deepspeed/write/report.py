@@ -19,7 +19,7 @@ from reshard.formats.deepspeed.write.universal import (
 from reshard.formats.parameter_kinds import marks_buffers
 from reshard.training import loss_scale, optimizers
 from reshard.training.state import WritableState, collect_slot_names, describe_lost_state
-from reshard.units import counted, some
+from reshard.units import abridge, counted
 
 _LISTED = 4
 _NATIVE = "for stage 3, write --to deepspeed --zero-stage 3"
@@ -46,7 +46,7 @@ def describe_output(spec: OutputSpec) -> Iterator[str]:
     if spec.stage == 0 and spec.precision == FLOAT32 and outside:
         yield (
             "DeepSpeed loads stage 0 in fp32 only into an optimizer of the same parameters; these"
-            f" must not be in it: {some(outside, _LISTED)}"
+            f" must not be in it: {abridge(outside, _LISTED)}"
         )
     if not _is_from_deepspeed(spec):
         by_model = spec.state.manifest.ordered_by_model
@@ -62,7 +62,7 @@ def describe_output(spec: OutputSpec) -> Iterator[str]:
         if spec.stage == 3 and unsure and not marks_buffers(spec.state):
             yield (
                 "in no param group, so treated as frozen parameters, which stage 3 cuts (if one is"
-                f" a buffer, it will not load): {some(unsure, _LISTED)}"
+                f" a buffer, it will not load): {abridge(unsure, _LISTED)}"
             )
 
 
@@ -115,10 +115,8 @@ def describe_universal(spec: OutputSpec, *, described: bool = False) -> Iterator
 
 
 def _note_clipping(spec: OutputSpec) -> Iterator[str]:
-    """Yield what DeepSpeed does at every stage and dtype if its configuration states no clipping.
-
-    Source: DeepSpeed ``runtime/constants.py``, GRADIENT_CLIPPING_DEFAULT: 0 until 0.19.2, then 1.0.
-    """
+    # Source: DeepSpeed ``runtime/constants.py``, GRADIENT_CLIPPING_DEFAULT: 0 until 0.19.2, then
+    # 1.0.
     if spec.clip is None:
         yield (
             "the source states no gradient clipping, and DeepSpeed 0.19.3 and later clips gradients"
@@ -136,11 +134,8 @@ def _uses_deepspeed_optimizer(spec: OutputSpec) -> bool:
 
 
 def _note_muon(spec: OutputSpec) -> Iterator[str]:
-    """Say which order of parameters stage 3 must have, where the source cannot show it.
-
-    zero.Init makes every parameter 1-d and empty, so that Muon's sort by shape changes nothing
-    (DeepSpeed 0.19.8 ``partition_parameters.py``, ``free_param``).
-    """
+    # zero.Init makes every parameter 1-d and empty, so that Muon's sort by shape changes nothing
+    # (DeepSpeed 0.19.8 ``partition_parameters.py``, ``free_param``).
     if spec.stage != 3 or order.find_source_stage(spec.state) == 3:
         return
     position = {weight.fqn: number for number, weight in enumerate(spec.state.weights)}
@@ -184,7 +179,7 @@ def _note_not_restored(spec: OutputSpec) -> Iterator[str]:
         yield (
             "DeepSpeed's universal load restores no frozen parameter and no buffer: load those"
             " under 'module' in mp_rank_00_model_states.pt into the model before"
-            f" deepspeed.initialize ({some(left, _LISTED)})"
+            f" deepspeed.initialize ({abridge(left, _LISTED)})"
         )
 
 
@@ -213,7 +208,7 @@ def _note_hyper(spec: OutputSpec) -> Iterator[str]:
 def _note_stage_3(spec: OutputSpec) -> Iterator[str]:
     counts = count_steps(spec)
     if len(seen := {count or 0 for count in counts}) > 1:
-        shown = some([f"{count:g}" for count in sorted(seen)], _LISTED)
+        shown = abridge([f"{count:g}" for count in sorted(seen)], _LISTED)
         yield f"groups were updated {shown} times: stage 3 uses the first group's number for all"
     if any(counts) and not _uses_deepspeed_optimizer(spec):
         yield (
@@ -225,15 +220,15 @@ def _note_stage_3(spec: OutputSpec) -> Iterator[str]:
     new = find_new_slots(spec)
     if new:
         yield (
-            f"the Adam has made no step, so {some(new, _LISTED)} are zeros at step 0, without which"
-            " stage 3 loads no optimizer"
+            f"the Adam has made no step, so {abridge(new, _LISTED)} are zeros at step 0, without"
+            " which stage 3 loads no optimizer"
         )
     slots = spec.state.slots or new
     if missing := [name for name in _STAGE_3 if name not in slots]:
-        needed = some(missing, _LISTED)
+        needed = abridge(missing, _LISTED)
         yield f"does not load at stage 3, which needs {needed} of every parameter; {_NATIVE}"
     elif others := [name for name in slots if name not in _STAGE_3]:
-        lost = some(others, _LISTED)
+        lost = abridge(others, _LISTED)
         yield f"stage 3 does not load {lost}, without which the optimizer fails; {_NATIVE}"
 
 
@@ -250,7 +245,6 @@ def _note_small_groups(spec: OutputSpec) -> Iterator[str]:
 
 
 def _note_weights_only(spec: OutputSpec) -> Iterator[str]:
-    """Explain where DeepSpeed loads a module without its optimizer, and what it then lacks."""
     if spec.stage != 3:
         yield "stages 0, 1 and 2 load it at any number of ranks"
     if spec.precision != FLOAT32:
@@ -265,7 +259,7 @@ def note_recomputed(state: WritableState, what: str) -> Iterator[str]:
     """
     names = [n for n in collect_slot_names(state.members) if n in optimizers.RECOMPUTED]
     if names:
-        yield f"{what}: {some(names, _LISTED)}, which the next update computes again"
+        yield f"{what}: {abridge(names, _LISTED)}, which the next update computes again"
 
 
 def _note_never_stepped(spec: OutputSpec) -> Iterator[str]:
@@ -277,7 +271,7 @@ def _note_never_stepped(spec: OutputSpec) -> Iterator[str]:
         if not member.slots
     ]
     if idle:
-        yield f"never stepped, so its state starts at zero: {some(idle, _LISTED)}"
+        yield f"never stepped, so its state starts at zero: {abridge(idle, _LISTED)}"
 
 
 def _note_other_framework(spec: OutputSpec) -> Iterator[str]:

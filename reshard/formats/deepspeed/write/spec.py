@@ -21,7 +21,7 @@ from reshard.formats.deepspeed.write.pickled_objects import (
     make_initial_scaler,
 )
 from reshard.formats.request import Request
-from reshard.layouts.model_parallel.sizes import ONE, Sizes
+from reshard.layouts.model_parallel.sizes import Sizes
 from reshard.state_dict.optimizers.hyper_parameters import build_tensors
 from reshard.state_dict.own_values import find_scheduler
 from reshard.state_dict.plain_values import is_plain
@@ -38,7 +38,6 @@ from reshard.training.state import (
     refuse_without_optimizer,
 )
 
-_SECTIONS = {"bf16": BFLOAT16, "bfloat16": BFLOAT16, "fp16": FLOAT16}  # of DeepSpeed's config
 _ADAPTED = (".base_layer.weight", ".weight")  # of a module with LoRA; the second before PEFT 0.6
 _LISTED = 4
 
@@ -83,8 +82,8 @@ class OutputSpec:
     scaler: Mapping[str, Any]
     scaler_is_new: bool
     weights_only: bool
-    drops_round_robin: bool = False
-    sizes: Sizes = ONE
+    drops_round_robin: bool
+    sizes: Sizes
     mp_rank: int = 0
     layered: bool = False
     experts: tuple[int, ...] = ()
@@ -215,11 +214,11 @@ def resolve_spec(
         scaler_is_new=scaler is None,
         weights_only=weights_only,
         drops_round_robin=drops_round_robin,
+        sizes=target.parallel,
     )
 
 
 def _refuse_slots(state: WritableState, stage: int, *, universal: bool) -> None:
-    """Refuse slots that this layout cannot hold; stage 0 keeps a parameter's state whole."""
     if universal:
         refuse_non_elementwise_slots(
             state,
@@ -266,10 +265,8 @@ def _refuse_without_master(state: WritableState) -> None:
 
 
 def _without_optimizer(state: WritableState) -> WritableState:
-    """Return the weights with one group of what could be trained: DeepSpeed finds them by name.
-
-    Stages 0 to 2 keep them in one file, which does not depend on stage or ranks; only stage 3 cuts.
-    """
+    # DeepSpeed finds weights by name. Stages 0 to 2 keep them in one file, which does not depend on
+    # stage or ranks; only stage 3 cuts.
     members = tuple(
         TrainedParameter(weight, {}, None)
         for weight in state.weights
@@ -304,35 +301,34 @@ def _check_source(state: WritableState, *, needs_hyper: bool) -> None:
 
 
 def find_precision(state: WritableState) -> DType:
-    """Return the dtype of most trained elements; without optimizer, of all trainable ones."""
+    """Return the dtype in which the engine computes.
+
+    Without its configuration, that is the dtype of most trained elements. LoRA stays in float32
+    under stage 3: PEFT makes it so, and zero.Init tells the engine that it need not cast.
+    """
+    stated = order.find_16_bit_precision(order.find_engine_config(state))
+    if stated is not None:
+        return stated
     groups = state.groups or _without_optimizer(state).groups
     weights = (member.weight for group in groups for member in group.members)
     return find_main_dtype((weight.dtype, weight.value.numel) for weight in weights)
 
 
 def _adapt_config(config: Mapping[str, Any] | None, stage: int, precision: DType) -> dict[str, Any]:
-    """Return the configuration with the stage and the precision that the files will have.
-
-    MiCS is left out: every rank will have its own part.
-    """
+    # MiCS is left out: every rank will have its own part.
     adapted = dict(config or {})
     section = order.get_zero_section(config)
     zero = {key: value for key, value in section.items() if not str(key).startswith("mics_")}
     adapted["zero_optimization"] = {**zero, "stage": stage}
-    for name, dtype in _SECTIONS.items():
-        # "bfloat16" is the older name of "bf16": adapted where it is used, but never added.
+    for name, dtype in order.PRECISIONS.items():
+        # The older name is adapted where it is used, but never added.
         if name in adapted or (dtype == precision and name != "bfloat16"):
             adapted[name] = {**order.get_section(adapted, name), "enabled": dtype == precision}
     return adapted
 
 
 def _sort_groups(state: WritableState, stage: int, *, keep_empty: bool) -> tuple[TrainedGroup, ...]:
-    """Return the groups in their optimizer's order, without parameters that are never optimized.
-
-    Args:
-        keep_empty: keep parameters without elements, as stage 0 in fp32 does, whose file holds the
-            user's optimizer itself.
-    """
+    # Stage 0 in fp32 keeps parameters without elements: its file holds the user's optimizer itself.
     by_shape = order.find_shape_sorted_groups(group.hyper for group in state.groups)
     if state.is_live or stage == order.find_source_stage(state) == 3:
         # Keep the order: it is by shape, or the model's if zero.Init hid the shapes.
@@ -349,7 +345,6 @@ def _sort_groups(state: WritableState, stage: int, *, keep_empty: bool) -> tuple
 def _convert_scaler(
     state: WritableState, config: dict[str, Any], precision: DType
 ) -> dict[str, Any] | None:
-    """Return the source's loss scaler; None if its training was not scaled."""
     if precision != FLOAT16:
         return UNSCALED
     if loss_scale.is_idle(state.manifest.train.scaler):

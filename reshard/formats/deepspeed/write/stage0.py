@@ -83,10 +83,9 @@ def _build_state(member: TrainedParameter, group: TrainedGroup) -> dict[str, Any
 
 
 def _build_by_group(spec: OutputSpec) -> dict[str, Any]:
-    path = spec.state.manifest.origin.path
     states: dict[int, dict[str, Any]] = {}
     for number, group in enumerate(spec.groups):
-        count = find_common_step(group.members, group.hyper, path)
+        count = find_common_step(spec.state, group, group.members)
         dtypes = collect_slot_dtypes(group.members)
         state = make_step_state(count, group.hyper, dtypes)
         runs, numel = concatenate(group.members)
@@ -102,10 +101,7 @@ def _build_by_group(spec: OutputSpec) -> dict[str, Any]:
 
 
 def _is_order_recoverable(spec: OutputSpec) -> bool:
-    """Return whether shapes show which parameter each index is; otherwise names are written.
-
-    Groups of experts and other groups are checked separately, because the reader names them so.
-    """
+    # Groups of experts and other groups are checked separately, because the reader names them so.
     buffers = {buffer.fqn for buffer in spec.buffers}
     stated = {member.fqn for group in spec.groups for member in group.members if member.slots}
     candidates = {

@@ -67,8 +67,6 @@ def make_rank_states(
 
 
 class _WrittenGroup:
-    """One group's flat tensor, its members in flat order."""
-
     def __init__(
         self, spec: OutputSpec, group: TrainedGroup, members: Sequence[TrainedParameter]
     ) -> None:
@@ -86,15 +84,10 @@ class _WrittenGroup:
         self._master = choose_master_dtype(members)
         self._dtypes = collect_slot_dtypes(members)
         self._scalars = make_scalars(members)
-        self._step = find_common_step(members, group.hyper, spec.state.manifest.origin.path)
+        self._step = find_common_step(spec.state, group, members)
 
     def cut_partition(self, position: int) -> dict[str, Any]:
-        """Return what one rank holds, by its position among the ranks that share the group.
-
-        Returns:
-            The ``master`` weights; the ``state``, which is empty if the group was never stepped;
-            and what the file states about them (`FlatGroup.derive`).
-        """
+        """Return ``master``, ``state`` (empty if never stepped), and what the file states."""
         flat = self._flat
         runs, numel = self._cut(flat.runs[position]), flat.numel
         stored = flat.count_stored(position)
@@ -118,11 +111,8 @@ class _WrittenGroup:
 
 
 def _keeps_whole_momenta(spec: OutputSpec, group: TrainedGroup) -> bool:
-    """Return whether each rank keeps whole momenta of the parameters that its partition meets.
-
-    DeepSpeed 0.19.8 ``stage_1_and_2.py`` (``_muon_momentum_buffer``). An offloaded optimizer
-    (``_apply_muon_updates_cpu_offload``) and ``bf16_optimizer.py`` keep equal partitions.
-    """
+    # DeepSpeed 0.19.8 ``stage_1_and_2.py`` (``_muon_momentum_buffer``). An offloaded optimizer
+    # (``_apply_muon_updates_cpu_offload``) and ``bf16_optimizer.py`` keep equal partitions.
     offloads = order.get_section(order.get_zero_section(spec.config), "offload_optimizer")
     return (
         group.hyper.get("use_muon") is True
@@ -132,7 +122,6 @@ def _keeps_whole_momenta(spec: OutputSpec, group: TrainedGroup) -> bool:
 
 
 def _find_alignment(spec: OutputSpec, flat: Sequence[TrainedParameter]) -> int:
-    """Return the unit at whose multiples parameters begin, in elements of the module's dtype."""
     is_aligned = order.get_zero_section(spec.config).get("parameter_alignment") is True
     uses_bf16 = order.uses_bf16_optimizer(spec.config, spec.stage, spec.precision)
     if not is_aligned or not flat or uses_bf16:

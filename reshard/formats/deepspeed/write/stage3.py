@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from reshard.containers.torch_writer import Slot, Storage
+from reshard.containers.torch_writer import Storage, StorageView
 from reshard.core.dtypes import DType
 from reshard.core.manifest import Entry
 from reshard.formats.deepspeed.write.flat_tensors import (
@@ -44,11 +44,10 @@ def make_first_rank(spec: OutputSpec) -> dict[str, Any]:
 
     No rank's run of a parameter is longer than the first rank's, and all begin at the same element.
     """
-    path = spec.state.manifest.origin.path
     states: list[dict[str, Any]] = []
-    masters: list[Slot] = []
+    masters: list[StorageView] = []
     for group, flats in zip(spec.groups, spec.flats_of, strict=True):
-        count = find_common_step(group.members, group.hyper, path)
+        count = find_common_step(spec.state, group, group.members)
         for members in flats:
             runs, numel = concatenate(members, spec.world_size)
             dtype = choose_master_dtype(members)
@@ -71,10 +70,8 @@ def make_first_rank(spec: OutputSpec) -> dict[str, Any]:
 def _make_state(
     group: TrainedGroup, members: Sequence[TrainedParameter], count: float | None, runs: _Runs
 ) -> dict[str, Any]:
-    """Return the state of one sub-group; empty if its group was never stepped.
-
-    A sub-group that alone was never stepped has the slots of its group, because all share one step.
-    """
+    # A sub-group that alone was never stepped has the slots of its group, because all share one
+    # step.
     inside, numel = runs
     dtypes = collect_slot_dtypes(group.members)
     state = make_step_state(count, group.hyper, dtypes)
@@ -85,8 +82,8 @@ def _make_state(
     return nested_slots.unflatten(state)
 
 
-def make_fragment(entry: Entry, dtype: DType, ranks: int, rank: int) -> Slot:
+def make_fragment(entry: Entry, dtype: DType, ranks: int, rank: int) -> StorageView:
     """Return a rank's piece of a parameter that is not optimized."""
     numel = -(-entry.numel // ranks)
     parts = build_run_parts(entry, *compute_equal_piece(entry.numel, ranks, rank))
-    return Slot(Storage(dtype, numel, parts), (numel,))
+    return StorageView(Storage(dtype, numel, parts), (numel,))

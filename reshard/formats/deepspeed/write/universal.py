@@ -24,7 +24,7 @@ from dataclasses import replace
 from typing import Any
 
 from reshard.containers import skeletons, torch_writer
-from reshard.containers.torch_writer import Slot, Storage
+from reshard.containers.torch_writer import Storage, StorageView
 from reshard.core.box import Index
 from reshard.core.dtypes import FLOAT32, DType
 from reshard.core.manifest import Entry, Skeleton
@@ -47,8 +47,6 @@ from reshard.state_dict.optimizers.hyper_parameters import build_tensors
 from reshard.training import optimizers
 from reshard.training.state import TrainedParameter
 
-_MODEL = "mp_rank_00_model_states.pt"
-_MODEL3 = f"zero_pp_rank_0_{_MODEL}"
 _STEP = "step.pt"
 
 
@@ -64,7 +62,7 @@ def lay_out_files(
     zero = skeletons.join(_lay_out_zero(spec, metadata))
     zero = metadata.divide_sums(zero) if metadata else zero
     models = models or skeletons.join(
-        [_lay_out_model(spec, _MODEL, weights=True), _lay_out_model(spec, _MODEL3, weights=False)]
+        [lay_out_model(spec), lay_out_model(spec, "zero_pp_rank_0_", weights=False)]
     )
     latest = skeletons.lay_out_bytes("latest_universal", spec.tag.encode())
     return Skeleton(
@@ -73,12 +71,9 @@ def lay_out_files(
     )
 
 
-def lay_out_model_rank(spec: OutputSpec) -> Skeleton:
-    """Lay out the model states of one of several model-parallel ranks."""
-    return _lay_out_model(spec, f"mp_rank_{spec.mp_rank:02d}_model_states.pt", weights=True)
-
-
-def _lay_out_model(spec: OutputSpec, name: str, *, weights: bool) -> Skeleton:
+def lay_out_model(spec: OutputSpec, prefix: str = "", *, weights: bool = True) -> Skeleton:
+    """Lay out the model states of one model-parallel rank."""
+    name = f"{prefix}mp_rank_{spec.mp_rank:02d}_model_states.pt"
     root = make_universal_file(spec, weights=weights)
     return torch_writer.lay_out_object(f"{spec.tag}/{name}", root, stamp=spec.stamp(name))
 
@@ -103,8 +98,7 @@ def count_steps(spec: OutputSpec) -> list[float | None]:
     """
     if find_new_slots(spec):
         return [0.0] * len(spec.groups)
-    path = spec.state.manifest.origin.path
-    return [find_common_step(group.members, group.hyper, path) for group in spec.groups]
+    return [find_common_step(spec.state, group, group.members) for group in spec.groups]
 
 
 def find_common_hyper(spec: OutputSpec) -> dict[str, Any]:
@@ -124,7 +118,6 @@ def find_common_hyper(spec: OutputSpec) -> dict[str, Any]:
 
 
 def _lay_out_zero(spec: OutputSpec, metadata: SplitMetadata | None) -> Iterator[Skeleton]:
-    """Yield the files of ``zero/``."""
     folder, counts = f"{spec.tag}/zero", count_steps(spec)
     is_counted = any(count is not None for count in counts)
     dtypes_of = [collect_slot_dtypes(group.members) for group in spec.groups]
@@ -157,13 +150,7 @@ def _lay_out_zero(spec: OutputSpec, metadata: SplitMetadata | None) -> Iterator[
 
 
 class _TensorFiles:
-    """Files of tensors that ranks share in the same way.
-
-    Files of equal shape, dtype and archive name have equal bytes, and are laid out once.
-
-    Args:
-        metadata: the keys beside each tensor.
-    """
+    """Files of tensors that ranks share alike; equal shapes, dtypes and names are laid out once."""
 
     def __init__(self, metadata: Mapping[str, Any]) -> None:
         self._metadata = metadata
@@ -180,7 +167,7 @@ class _TensorFiles:
             numel = member.weight.value.numel
             parts = build_run_parts(value, 0, numel) if value else ()
             # DeepSpeed cuts along dim 0, so a 0-d parameter needs a dim (its converter fails).
-            slot = Slot(Storage(dtype, numel, parts), shape or (1,))
+            slot = StorageView(Storage(dtype, numel, parts), shape or (1,))
             known = torch_writer.lay_out_object(name, {**self._metadata, "param": slot})
             self._known[key] = known
             return known
@@ -201,11 +188,8 @@ def _check_name(spec: OutputSpec, name: str) -> None:
 
 
 def _make_optimizer_state(spec: OutputSpec, counts: Sequence[float | None]) -> dict[str, Any]:
-    """Return scaler, clipping and hyper-parameters; the new run keeps its own for what is missing.
-
-    Stage 3 reads the base optimizer from a separate dict, with one counter for all parameters: the
-    counter of the first group.
-    """
+    # Stage 3 reads the base optimizer from a separate dict, with one counter for all parameters,
+    # that of the first group. The new run keeps its own values for what is missing.
     state: dict[str, Any] = {}
     for group, count in zip(spec.groups, counts, strict=True):
         if count is not None and not state:

@@ -224,10 +224,8 @@ class FlatBuffers:
         )
 
     def _get_group(self, rank: GridPosition, *, experts: bool) -> int:
-        """Return the number of a model-parallel group, ``dp_group_idx`` (get_megatron_optimizer).
-
-        Groups are numbered by tensor rank, then expert rank, then pipeline stage.
-        """
+        # ``dp_group_idx`` counts by tensor rank, then expert rank, then pipeline stage
+        # (get_megatron_optimizer).
         args = self._args
         if not experts:
             return rank.tp + args.tp * rank.pp
@@ -290,7 +288,6 @@ class FlatBuffers:
         numels: Sequence[int],
         sample: Sample,
     ) -> Sequence[Param]:
-        """Return the parameters that a buffer holds, if its values tell; else all of them."""
         masters = next(
             (slots[slot] for slot in slots if rank_optimizer.get_kind(slot) == MASTER), {}
         )
@@ -309,11 +306,8 @@ class FlatBuffers:
     def _get_unpadded(
         self, group: tuple[int, int], number: int, stored: Sequence[int]
     ) -> Sequence[int]:
-        """Return the elements of a buffer's buckets without the padding at their ends.
-
-        The form of core up to 0.14, ``fully_sharded_bucket_space``, stores the padding too, and
-        the numbers of elements without it in an object beside the buckets.
-        """
+        # The form of core up to 0.14, ``fully_sharded_bucket_space``, stores the padding too, and
+        # the numbers of elements without it in an object beside the buckets.
         try:
             (numels,) = self._unpadded[group][number].values()
         except (KeyError, IndexError, TypeError, ValueError, AttributeError):
@@ -324,7 +318,6 @@ class FlatBuffers:
 
 
 def _respect_edges(members: Sequence[Member], pieces: Iterable[tuple[int, Chunk]]) -> bool:
-    """Return whether no stored piece reaches across the start or end of a parameter."""
     edges = sorted({edge for member in members for edge in (member.start, member.stop)})
     # Megatron stores each parameter's range on a rank, and each gap, as a piece of its own
     # (sharded_param_state_dp_reshardable): a piece across an edge proves another layout.

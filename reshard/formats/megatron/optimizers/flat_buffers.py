@@ -135,7 +135,6 @@ def _read_buffers(
 
 
 def _list_pieces(value: Any) -> list[tuple[int, Chunk]]:
-    """Return the pieces of a buffer's slot with their first elements."""
     tensors = [as_global(piece) for piece in (value if isinstance(value, list) else [value])]
     chunks = [tensor.chunks[0] for tensor in tensors if tensor is not None]
     starts = accumulate((chunk.box.volume for chunk in chunks), initial=0)
@@ -204,11 +203,8 @@ def refuse_unfilled_buffers(path: str, numbers: Iterable[Any], count: int) -> No
 def _place_members(
     members: Sequence[Param], numels: Sequence[int], size: int | None
 ) -> list[Member] | None:
-    """Return the positions of parameters in a buffer whose buckets are stored end to end, or None.
-
-    A list of several buckets is from before February 2024. A file does not state where buckets end,
-    so the layout is accepted whose total length is that of the file.
-    """
+    # A list of several buckets is from before February 2024. A file does not state where buckets
+    # end, so the layout is accepted whose total length is that of the file.
     candidates: list[list[Bucket] | None] = [
         buckets.make_buckets(members, size),
         buckets.make_buckets(members, None),

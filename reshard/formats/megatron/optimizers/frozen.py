@@ -11,10 +11,10 @@ from bisect import bisect_right
 from collections.abc import Callable, Iterable, Sequence
 from itertools import pairwise
 from math import isclose, prod
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 from reshard.containers.torch_objects import read_weight
-from reshard.core.box import Box, Index, index_of, whole
+from reshard.core.box import Box, Index, index_of, row_major, whole
 from reshard.core.chunks import Chunk
 from reshard.formats.megatron.optimizers.buckets import ALIGNMENT, Param
 from reshard.state_dict.global_tensor import GlobalTensor
@@ -31,16 +31,6 @@ ReadMaster = Callable[[int], float]  # an element of a master, by its flat posit
 
 class Ambiguous(Exception):  # noqa: N818 - an answer, which the caller turns into an error
     """Several parameters have the values of one master."""
-
-
-class _Masters(Protocol):
-    """Masters in their order."""
-
-    def offer(self, param: Param) -> ReadMaster | None:
-        """Return the reader of the next master if it has the size of a parameter."""
-
-    def take(self, param: Param, /) -> None:
-        """Assign the next master to a parameter."""
 
 
 class _Assignment(NamedTuple):
@@ -91,14 +81,10 @@ def _add(origin: Index, index: Index) -> list[int]:
 
 
 def _flatten(index: Sequence[int], shape: Sequence[int]) -> int:
-    flat = 0
-    for i, extent in zip(index, shape, strict=True):
-        flat = flat * extent + i
-    return flat
+    return sum(i * step for i, step in zip(index, row_major(shape), strict=True))
 
 
 def _list_positions(numel: int) -> list[int]:
-    """Return some positions of a flattened tensor, the first and the last among them."""
     last, steps = numel - 1, _SAMPLED - 1
     return sorted({last * step // steps for step in range(_SAMPLED)}) if numel else []
 
@@ -123,7 +109,6 @@ class FlatMasters:
         self._end = 0  # in the bucket
 
     def _place(self, param: Param) -> tuple[int, int]:
-        """Return the base of the next parameter's bucket and its position there."""
         start = round_up(self._end, ALIGNMENT)
         return (self._base + start, 0) if param.alone and self._end else (self._base, start)
 
@@ -171,7 +156,9 @@ class ListedMasters:
         self._next += 1
 
 
-def choose_trained(params: Sequence[Param], masters: _Masters, sample: Sample) -> list[Param]:
+def choose_trained(
+    params: Sequence[Param], masters: FlatMasters | ListedMasters, sample: Sample
+) -> list[Param]:
     """Return the parameters that have a master, in their order.
 
     Args:
@@ -189,15 +176,15 @@ def choose_trained(params: Sequence[Param], masters: _Masters, sample: Sample) -
         else:
             placed.append(_Assignment(param, None))
     # A frozen parameter can only stand for a master with no other master in between.
-    trained = [number for number, each in enumerate(placed) if each.read]
+    trained = [number for number, assignment in enumerate(placed) if assignment.read]
     for low, high in pairwise([-1, *trained, len(placed)]):
-        for each in placed[low + 1 : high]:
+        for assignment in placed[low + 1 : high]:
             for neighbour in (low, high):
                 if 0 <= neighbour < len(placed) and _fits_master(
-                    each.param, placed[neighbour], sample
+                    assignment.param, placed[neighbour], sample
                 ):
-                    raise Ambiguous(f"{each.param.fqn} and {placed[neighbour].param.fqn}")
-    return [each.param for each in placed if each.read]
+                    raise Ambiguous(f"{assignment.param.fqn} and {placed[neighbour].param.fqn}")
+    return [assignment.param for assignment in placed if assignment.read]
 
 
 def _fits_master(param: Param, placed: _Assignment, sample: Sample) -> bool:

@@ -64,7 +64,6 @@ def _find_schedule(fqn: str, shape: Index, args: Arguments) -> str:
 
 
 def _has_mup(args: Arguments) -> bool:
-    """Return whether the run scales learning rates by the width of the model."""
     width = args.number("hidden_size")
     return args.flag("use_mup") and args.number("mup_base_hidden_size", default=width) != width
 

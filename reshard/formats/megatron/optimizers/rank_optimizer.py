@@ -17,7 +17,7 @@ from math import prod
 from typing import Any
 
 from reshard.core.box import Index
-from reshard.core.manifest import MASTER, Entry, ParamGroup, UnnamedOptimizer
+from reshard.core.manifest import MASTER, ParamGroup, UnnamedOptimizer
 from reshard.core.schema import COUNT, expect, fields, mapping, maybe, sequence
 from reshard.errors import MIXED, CorruptError
 from reshard.formats.megatron.arguments import Arguments
@@ -82,11 +82,8 @@ def divide_params(
 def _divide_among(
     states: Sequence[Any], params: Sequence[RankParam], args: Arguments, table: Table
 ) -> list[list[RankParam]]:
-    """Return the parameters of each optimizer of a chain; those of matrices (Muon) come first.
-
-    The experts have a Muon of their own unless layers are distributed over ranks
-    (``core/optimizer/muon.py``).
-    """
+    # The experts have a Muon of their own unless layers are distributed over ranks
+    # (``core/optimizer/muon.py``).
     stored = list(map(list_groups, states))
     every = list(chain(*stored))
     count = sum(groups.updates_matrices(own, every) for own in stored)
@@ -167,11 +164,8 @@ def leave_out(result: ParsedOptimizer, reason: str) -> None:
 def _read_scalers(
     result: ParsedOptimizer, states: Sequence[Any], args: Arguments
 ) -> dict[str, Any] | None:
-    """Return the loss scaler, with those of a chain's optimizers if they differ.
-
-    Each optimizer of a chain lowers its own scale where its own gradients overflow
-    (``core/optimizer/optimizer.py``, ChainedOptimizer.prepare_grads). The first scales the loss.
-    """
+    # Each optimizer of a chain lowers its own scale where its own gradients overflow
+    # (``core/optimizer/optimizer.py``, ChainedOptimizer.prepare_grads). The first scales the loss.
     found = [
         _read_scaler(state.get("grad_scaler"), args) for state in states if isinstance(state, dict)
     ]
@@ -188,10 +182,7 @@ def _read_scalers(
 
 
 def _read_scaler(state: Any, args: Arguments) -> dict[str, Any] | None:
-    """Return the dynamic loss scaler in torch's form, with its hysteresis beside it.
-
-    ``core/optimizer/grad_scaler.py`` (DynamicGradScaler), ``training/arguments.py``.
-    """
+    # ``core/optimizer/grad_scaler.py`` (DynamicGradScaler), ``training/arguments.py``.
     if not isinstance(state, dict) or "scale" not in state:
         return None
     with SourceFiles() as pool:
@@ -224,7 +215,7 @@ def _read_groups(
     stored: list[dict[str, Any]] = list(inner.get("param_groups", []))
     shapes = {param.fqn: param.shape for param in params}
     assigned = groups.assign_members(stored, shapes, args, table)
-    listed: list[list[str | None]] = [list(each) for each in assigned]
+    listed: list[list[str | None]] = [list(fqns) for fqns in assigned]
     counts = [len(group["params"]) for group in stored if group.get("params") is not None]
     # torch_dist saves groups without ``params``; there Megatron's own rule has to be enough.
     if counts and counts != list(map(len, listed)):
@@ -246,13 +237,7 @@ def _match_by_value(
     masters: Sequence[Sequence[GlobalTensor]],
     sample: Sample,
 ) -> list[list[str | None]] | None:
-    """Return the members of groups that lack parameters, if the values of their masters tell.
-
-    Args:
-        assigned: the members that Megatron gives each group if no parameter is frozen.
-        counts: the number of members that each group has.
-        masters: the fp32 copies of each group's 16-bit members.
-    """
+    """Return the members of groups that lack parameters, if the values of their masters tell."""
     if not len(assigned) == len(counts) == len(masters):
         return None
     listed: list[list[str | None]] = []
@@ -273,11 +258,7 @@ def _match_by_shape(
     shapes: Mapping[str, Index],
     assigned: Sequence[Sequence[str]],
 ) -> list[list[str | None]]:
-    """Return the members of groups that lack parameters, if order and shapes identify them.
-
-    Args:
-        assigned: the members that Megatron gives each group if no parameter is frozen.
-    """
+    """Return the members of groups that lack parameters, if order and shapes identify them."""
     state = inner.get("state") or {}
     signatures = [[_get_shape(state.get(i)) for i in group.get("params") or ()] for group in stored]
     kept = [_match_in_order(*pair, shapes) for pair in zip(assigned, signatures, strict=True)]
@@ -286,7 +267,7 @@ def _match_by_shape(
     try:
         return name_groups(shapes, signatures)
     except AmbiguousError as error:
-        sizes = ", ".join(str(len(each)) for each in signatures)
+        sizes = ", ".join(str(len(group)) for group in signatures)
         leave_out(
             result,
             f"its groups of {sizes} parameters are not those that Megatron makes of this model, and"
@@ -327,11 +308,8 @@ def _get_shape(state: Any) -> Index | None:
 def _read_steps(
     result: ParsedOptimizer, inner: Mapping[str, Any], members: Sequence[Sequence[str | None]]
 ) -> None:
-    """Read the updates of each parameter.
-
-    torch's Adam counts them for each parameter, the fused ones for each group; torch_dist has one
-    for all (``common_step``).
-    """
+    # torch's Adam counts updates for each parameter, the fused ones for each group; torch_dist has
+    # one for all (``common_step``).
     state = inner.get("state") or {}
     index = 0
     with SourceFiles() as pool:
@@ -363,21 +341,15 @@ def _read_indexed(
         for slot, value in slots.items():
             tensor = as_global(value)
             if tensor is not None and slot != "step":
-                result.entries.append(make_entry(fqn, slot, tensor))
-
-
-def make_entry(fqn: str, slot: str, tensor: GlobalTensor) -> Entry:
-    """Return a slot as a manifest's entry."""
-    return Entry(fqn, get_kind(slot), tensor.dtype, tensor.shape, tensor.chunks)
+                result.entries.append(tensor.make_entry(fqn, get_kind(slot)))
 
 
 def _list_masters(state: Mapping[str, Any]) -> list[list[GlobalTensor]]:
-    """Return the fp32 copies of the 16-bit members of each group."""
     lists = next((state[key] for key in MASTER_LISTS if key in state), None)
     if not isinstance(lists, list):
         return []
     return [
-        [tensor for value in as_list(each) or () if (tensor := as_global(value))] for each in lists
+        [tensor for value in as_list(own) or () if (tensor := as_global(value))] for own in lists
     ]
 
 
@@ -405,7 +377,8 @@ def _read_masters(
                 f"has {len(copies)} fp32 copies for a param group of {len(half)} 16-bit parameters",
                 MIXED,
             )
-        result.entries += map(make_entry, half, [MASTER] * len(copies), copies)
+        pairs = zip(half, copies, strict=False)  # no copies: the fp32 parameters are the masters
+        result.entries += [copy.make_entry(fqn, MASTER) for fqn, copy in pairs]
 
 
 def note_frozen(fqns: Sequence[str]) -> Iterator[str]:

@@ -56,7 +56,6 @@ def lay_out(state: WritableState, wanted: MegatronTarget, described: Described) 
 
 
 def _has_own_arguments(choice: Resolved) -> bool:
-    """Return whether the source states the arguments of its run, which the new run has, too."""
     manifest = choice.state.manifest
     config = manifest.train.config
     return manifest.origin.format == NAME and isinstance(config, dict) and "hidden_size" in config
@@ -77,6 +76,11 @@ def _write_notes(choice: Resolved) -> list[str]:
                 "the source does not count samples: Megatron begins with the first sample of its"
                 " data, unless your program skips those that were seen"
             )
+    elif not _has_own_arguments(choice):  # SkyRL 0.3 and AReaL 1.0.4, for example
+        notes.append(
+            "the source has no arguments of Megatron-LM, whose layout and keys the output has"
+            " (iter_N, opt_param_scheduler): the program that saved it may look for others"
+        )
     notes += _describe_core(choice)
     notes += _describe_remainders(choice)
     notes += _describe_torch_adam(choice)
@@ -86,11 +90,8 @@ def _write_notes(choice: Resolved) -> list[str]:
 
 
 def _describe_core(choice: Resolved) -> Iterator[str]:
-    """Yield a note on what loads the written optimizer, unless every grid of new cores does.
-
-    Source: 0.13.1, 0.14.0, 0.15.3 and 0.16.1 ``core/optimizer/distrib_optimizer.py``
-    (``sharded_state_dict``), ``core/dist_checkpointing/mapping.py``.
-    """
+    # Source: 0.13.1, 0.14.0, 0.15.3 and 0.16.1 ``core/optimizer/distrib_optimizer.py``
+    # (``sharded_state_dict``), ``core/dist_checkpointing/mapping.py``.
     from reshard.formats.megatron.write import dist, flat
 
     if choice.wanted.sharding == flat.FORM and not choice.wanted.weights_only:
@@ -111,10 +112,7 @@ def _describe_core(choice: Resolved) -> Iterator[str]:
 
 
 def _describe_remainders(choice: Resolved) -> Iterator[str]:
-    """Yield a note on masters that a precision-aware optimizer takes for remainders by default.
-
-    Source: Megatron-LM core_v0.16.1 ``core/optimizer/optimizer_config.py`` (OptimizerConfig).
-    """
+    # Source: Megatron-LM core_v0.16.1 ``core/optimizer/optimizer_config.py`` (OptimizerConfig).
     if choice.args.get(PRECISION_AWARE):
         yield (
             "the precision-aware optimizer has whole fp32 masters: load it with"
@@ -124,12 +122,9 @@ def _describe_remainders(choice: Resolved) -> Iterator[str]:
 
 
 def _describe_torch_adam(choice: Resolved) -> Iterator[str]:
-    """Yield a note on states of torch's Adam that Megatron does not load, or cannot save again.
-
-    Source: Megatron-LM core_v0.19.2 ``core/optimizer/distrib_optimizer.py`` (``state_dict`` needs
-    the step before it loads one), ``core/optimizer/optimizer.py`` (``sharded_state_dict`` does not
-    save a step of 0). 0.16.1 has the same lines.
-    """
+    # Source: Megatron-LM core_v0.19.2 ``core/optimizer/distrib_optimizer.py`` (``state_dict`` needs
+    # the step before it loads one), ``core/optimizer/optimizer.py`` (``sharded_state_dict`` does
+    # not save a step of 0). 0.16.1 has the same lines.
     adams = [group for group in choice.groups.groups if group.of_adam]
     if not adams or any("step" in group.hyper for group in adams):
         return
@@ -158,10 +153,7 @@ def _describe_builder(args: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _describe_ignored_args(args: Mapping[str, Any]) -> Iterator[str]:
-    """Yield notes on arguments that Megatron-LM's own script does not pass to the model.
-
-    Source: Megatron-LM core_v0.16.1 ``gpt_builders.py`` (``gpt_builder``).
-    """
+    # Source: Megatron-LM core_v0.16.1 ``gpt_builders.py`` (``gpt_builder``).
     factor = args.get("rope_scaling_factor")
     if args.get("use_rope_scaling") and factor not in (None, 8, 8.0):
         yield (

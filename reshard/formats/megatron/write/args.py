@@ -49,6 +49,8 @@ def adapt(
         adapted["padded_vocab_size"] = padded
     # check_checkpoint_args compares this argument too, and takes a missing one for True.
     adapted.setdefault("add_position_embedding", True)
+    if adapted.get("use_tp_pp_dp_mapping"):
+        adapted["use_tp_pp_dp_mapping"] = False  # written ranks are numbered in the default order
     if adapted.get(PRECISION_AWARE):
         adapted[REMAINDERS] = False  # the masters are written whole
     return adapted

@@ -28,7 +28,11 @@ def make_states(choice: Resolved, inner: Inner, fqns: Sequence[str]) -> list[Sta
     """
     groups = choice.groups.list_for_rank(fqns)
     chain = [
-        [each for each in groups if (each.of_matrices, each.is_expert) == (of_matrices, of_experts)]
+        [
+            group
+            for group in groups
+            if (group.of_matrices, group.is_expert) == (of_matrices, of_experts)
+        ]
         for of_matrices in (True, False)
         for of_experts in (False, True)
     ]

@@ -38,6 +38,7 @@ from reshard.training.state import (
 )
 from reshard.units import round_up
 
+_UNCUT = (".bias", ".lora_A.default.weight")  # in an expert; they rule out ETP above 1
 _HYSTERESIS = 2  # Megatron-LM's default of --hysteresis
 
 
@@ -211,9 +212,12 @@ def resolve(state: WritableState, wanted: MegatronTarget, described: Described) 
         args=args,
         keeps_names=wanted.keeps_names,
     )
-    experts = frozenset(each.weight.fqn for each in weights if each.expert is not None)
-    if any(each.expert is not None and each.found.name.endswith(".bias") for each in weights):
-        wanted = _keep_experts_whole(wanted)
+    experts = frozenset(known.weight.fqn for known in weights if known.expert is not None)
+    if any(known.expert is not None and known.found.name.endswith(_UNCUT) for known in weights):
+        # Experts with biases are built only with one rank for each (core_v0.16.1
+        # ``transformer_config.py``: "Bias in Moe is only supported when ETP==1"), and those with
+        # LoRA of ms-swift (mcore-bridge 1.6.5 ``tuners/lora.py``).
+        wanted = replace(wanted, sizes=replace(wanted.sizes, expert_tensor=1))
     given = wanted.sizes.expert_tensor
     if given is not None and wanted.form == "torch" and given > wanted.sizes.tensor:
         raise UsageError(
@@ -246,7 +250,6 @@ def resolve(state: WritableState, wanted: MegatronTarget, described: Described) 
         raise IncompleteError(
             state.manifest.origin.path,
             f"does not state {', '.join(missing)}, which Megatron compares when it loads",
-            "pass the model's config: --model config.json|DIR",
         )
     # A few tensors may be fp32 in a run of 16 bits, so the most common dtype is the run's.
     precision = wanted.module_dtype or find_main_dtype(
@@ -262,7 +265,7 @@ def resolve(state: WritableState, wanted: MegatronTarget, described: Described) 
             "layers of multi-token prediction have the names of core 0.16 and earlier; later"
             " versions load them with --ckpt-format torch_dist"
         )
-    has_convolution = any(names.is_convolution(each.found.name) for each in weights)
+    has_convolution = any(names.is_convolution(known.found.name) for known in weights)
     is_since_019 = args.get(names.CONVOLUTION_SINCE_019)
     if has_convolution and wanted.form == "torch" and not is_since_019:
         notes.append(
@@ -289,23 +292,16 @@ def resolve(state: WritableState, wanted: MegatronTarget, described: Described) 
 def _groups_experts(
     weights: Sequence[KnownWeight], wanted: MegatronTarget, args: Mapping[str, Any]
 ) -> bool:
-    """Return whether a module holds all experts of a rank, by the names of the files if they tell.
-
-    The reader names the experts of GroupedMLP, whose tensors hold them all, as separate modules.
-    """
+    # The reader names the experts of GroupedMLP, whose tensors hold them all, as separate modules.
     if wanted.keeps_names and not args.get("moe_use_legacy_grouped_gemm"):
-        return any(each.expert is not None and each.dialect == "te" for each in weights)
+        return any(known.expert is not None and known.dialect == "te" for known in weights)
     return wanted.impl != "local" and bool(args.get("moe_grouped_gemm"))
 
 
 def _check_heads(args: Mapping[str, Any], ranks: int) -> None:
-    """Refuse tensor-parallel ranks that would share a head, which Megatron does not build.
-
-    Several ranks may share a group of query heads if none of them has a part of another.
-
-    Source: core_v0.16.1 ``core/transformer/transformer_config.py`` (``__post_init__``),
-    ``core/ssm/mamba_mixer.py``.
-    """
+    # Several ranks may share a group of query heads if none of them has a part of another. Source:
+    # core_v0.16.1 ``core/transformer/transformer_config.py`` (``__post_init__``),
+    # ``core/ssm/mamba_mixer.py``.
     if has_own_configs(args):
         return
     counted = ["num_attention_heads"]
@@ -340,7 +336,6 @@ def _adapt_args(
     padded: int | None,
     tied: bool,
 ) -> dict[str, Any]:
-    """Return Megatron's arguments, as the options and the precision of the new run change them."""
     adapted = arguments.adapt(
         args, wanted.sizes, wanted.data_parallel, layers=places.layers, padded=padded
     )
@@ -371,15 +366,6 @@ def _adapt_args(
     return adapted
 
 
-def _keep_experts_whole(wanted: MegatronTarget) -> MegatronTarget:
-    """Return the options with one rank for each expert, whatever shares the dense layers.
-
-    Experts with biases are built so alone (core_v0.16.1 ``transformer_config.py``: "Bias in Moe is
-    only supported when ETP==1").
-    """
-    return replace(wanted, sizes=replace(wanted.sizes, expert_tensor=1))
-
-
 def _is_tied(state: WritableState, architecture: Architecture) -> bool:
     if HEAD in {weight.fqn for weight in state.weights}:
         return False
@@ -393,11 +379,8 @@ def _choose_padding(
     constants: Mapping[str, int],
     architecture: Architecture,
 ) -> tuple[int | None, list[str]]:
-    """Return the rows of the vocabulary with its padding, and notes about it.
-
-    Source: Megatron-LM core_v0.16.1 ``training/tokenizer/tokenizer.py``
-    (``_vocab_size_with_padding``).
-    """
+    # Source: Megatron-LM core_v0.16.1 ``training/tokenizer/tokenizer.py``
+    # (``_vocab_size_with_padding``).
     heights = find_row_counts(state.manifest, table, constants)
     if not heights:
         return None, []
@@ -418,10 +401,7 @@ def _choose_padding(
 def _check_slots(
     state: WritableState, wanted: MegatronTarget, param_groups: Sequence[groups.MegatronGroup]
 ) -> None:
-    """Refuse optimizer states that are not stored for each element, which Megatron requires.
-
-    The distributed optimizer has all parameters, and has the states of Adam.
-    """
+    # The distributed optimizer has all parameters, and has the states of Adam.
     if wanted.weights_only:
         return
     refuse_non_elementwise_slots(

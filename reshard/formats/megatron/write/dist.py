@@ -26,14 +26,14 @@ from typing import Any
 from reshard.containers import skeletons, torch_writer
 from reshard.containers.pickles.script_values import NAMESPACE
 from reshard.containers.pickles.values import Call
-from reshard.containers.torch_writer import Slot
+from reshard.containers.torch_writer import StorageView
 from reshard.core.box import Box, Index, intersect, row_major, whole
 from reshard.core.chunks import Chunk
 from reshard.core.dtypes import FLOAT32, DType
 from reshard.core.manifest import Entry, Key, Skeleton
 from reshard.errors import UnsupportedError
 from reshard.formats.dcp import writer as dcp
-from reshard.formats.megatron.arguments import is_hybrid, numbers_layers
+from reshard.formats.megatron.arguments import Arguments, is_hybrid, numbers_layers
 from reshard.formats.megatron.optimizers.dist_flat import CHAIN
 from reshard.formats.megatron.rank_states import RNG
 from reshard.formats.megatron.train import SHARDING, STATE_SHARDING
@@ -42,6 +42,7 @@ from reshard.formats.megatron.write.choice import Resolved
 from reshard.formats.megatron.write.groups import MegatronGroup, find_common_count
 from reshard.formats.megatron.write.ranks import KnownWeight
 from reshard.layouts.model_parallel import moves
+from reshard.layouts.model_parallel.adapters import restore_rows
 from reshard.state_dict.torch_state_dict import Value
 
 _LAYERS = re.compile(r"((?:decoder|encoder)\.layers\.)\d+\.")
@@ -108,7 +109,6 @@ def _name_sharding(choice: Resolved) -> str:
 
 
 def _lay_out_random(choice: Resolved) -> Iterator[tuple[str, dcp.StoredObject]]:
-    """Yield the random states that are kept, by the rank's position in the grid."""
     states_of = choice.wanted.rank_states.rng
     if not states_of or choice.wanted.weights_only:
         return
@@ -134,10 +134,8 @@ def _add_optimizer(choice: Resolved, stacks: _Stacks) -> None:
 
 
 def _name_chain(choice: Resolved, known: KnownWeight) -> str:
-    """Return the beginning of the keys of a parameter's optimizer, if it is one of two.
-
-    Megatron-core before 0.14 expects it, and later versions without ``chained_optim_avoid_prefix``.
-    """
+    # Megatron-core before 0.14 expects this prefix, and later versions without
+    # ``chained_optim_avoid_prefix``.
     if not choice.groups.before_016 or not choice.groups.experts:
         return ""
     return f"chained_{int(known.weight.fqn in choice.groups.experts)}."
@@ -169,11 +167,7 @@ class _Stack:
         return len(next(iter(self.members)))
 
     def compute_full_shape(self) -> Index:
-        """Return the shape of the stack: the numbers of members, then a member's shape.
-
-        Raises:
-            UnsupportedError: a member is missing.
-        """
+        """Return the numbers of members, then a member's shape."""
         extents = tuple(
             1 + max(position[dim] for position in self.members) for dim in range(self.dims)
         )
@@ -210,11 +204,11 @@ class _Stack:
 
 
 class _Stacks:
-    """The stacked tensors of a directory, and the way back to their members."""
-
     def __init__(self, choice: Resolved) -> None:
         self._stacks: dict[str, _Stack] = {}
         self._places = choice.places
+        self._ranks = choice.wanted.sizes.tensor
+        self._is_gated = Arguments("", choice.args).gated
         self._alike = not numbers_layers(choice.args) and _are_alike(
             choice.weights, choice.places.layers
         )
@@ -257,11 +251,8 @@ class _Stacks:
             yield key, Value(stack.dtype, shape, entry, divided=True)
 
     def describe_ranges(self) -> dict[str, Any]:
-        """Return what ``.metadata`` states about flat ranges: the shapes that the tensors have.
-
-        Source: Megatron-LM core_v0.15.3 ``core/dist_checkpointing/strategies/torch.py``
-        (``mcore_data``, which `get_reformulation_metadata` reads).
-        """
+        # Source: Megatron-LM core_v0.15.3 ``core/dist_checkpointing/strategies/torch.py``
+        # (``mcore_data``, which `get_reformulation_metadata` reads).
         shapes = {
             key: stack.compute_full_shape() for key, stack in self._stacks.items() if stack.ranges
         }
@@ -269,7 +260,6 @@ class _Stacks:
         return {"mcore_data": about} if about else {}
 
     def _make_key(self, known: KnownWeight) -> str:
-        """Return torch_dist's key of a parameter: a name without its numbers."""
         if known.expert is not None:
             name = known.found.name
             name = _LOCAL_EXPERT.sub(".experts.", name)
@@ -278,12 +268,9 @@ class _Stacks:
         return _LAYERS.sub(r"\1", name) if self._alike else name
 
     def _choose_dialect(self, known: KnownWeight) -> str:
-        """Return the dialect of a key.
-
-        Megatron-core's own layers save two norms under Transformer Engine's names, but not where
-        attention is latent (``core/models/gpt/gpt_layer_specs.py``, get_gpt_layer_local_spec:
-        ``sharded_state_dict_keys_map``).
-        """
+        # Megatron-core's own layers save two norms under Transformer Engine's names, but not where
+        # attention is latent (``core/models/gpt/gpt_layer_specs.py``, get_gpt_layer_local_spec:
+        # ``sharded_state_dict_keys_map``).
         own = self._places.choose_dialect(known, "te" if self._te else "local")
         if self._te or self._hybrid or _RENAMED.search(known.found.name) is None:
             return own
@@ -332,17 +319,16 @@ class _Stacks:
                     own = list(moves.take_slice(own, number))
                 key = entry.kind, entry.fqn
                 entries.setdefault(key, replace(entry, dtype=stack.dtype, chunks=()))
-                chunks.setdefault(key, []).extend(_crop(own, entry.shape, stack.row))
+                placed = restore_rows(
+                    entry.fqn, entry.shape, own, self._ranks, gated=self._is_gated
+                )
+                chunks.setdefault(key, []).extend(_crop(placed, entry.shape, stack.row))
         unstacked = tuple(replace(e, chunks=tuple(chunks[key])) for key, e in entries.items())
         return Skeleton(skeleton.files, unstacked)
 
 
 def _crop(chunks: Sequence[Chunk], shape: Index, row: int) -> Iterator[Chunk]:
-    """Yield the chunks in a tensor, without what is past its end: padding, which is zero.
-
-    Args:
-        row: the tensor's row that is the first of the chunks'.
-    """
+    """Yield the chunks of a tensor from ``row`` on; what is past its end is zero padding."""
     for chunk in chunks:
         box = chunk.box.shift_rows(row) if row else chunk.box
         common = intersect(box, whole(shape)) if box.volume else None
@@ -351,10 +337,7 @@ def _crop(chunks: Sequence[Chunk], shape: Index, row: int) -> Iterator[Chunk]:
 
 
 def _list_segments(known: KnownWeight) -> Iterator[tuple[str, int, int | None]]:
-    """Yield the ending of each tensor that stores a weight, its first row and number of rows.
-
-    One tensor stores a weight without segments: all of its rows (None).
-    """
+    # A weight without segments is one tensor with all of its rows (None).
     names, parts = known.found.rule.segments, known.split.parts
     if not names:
         yield "", 0, None
@@ -366,10 +349,8 @@ def _list_segments(known: KnownWeight) -> Iterator[tuple[str, int, int | None]]:
 
 
 def _are_alike(weights: Sequence[KnownWeight], layers: int) -> bool:
-    """Return whether all layers have the same parameters.
-
-    Those with Mamba are not, as Megatron numbers them in any case (``core/ssm/mamba_block.py``).
-    """
+    # Layers with Mamba are not alike: Megatron numbers them in any case
+    # (``core/ssm/mamba_block.py``).
     if any(known.found.rule.segments for known in weights):
         return False
     names: dict[int, set[str]] = {}
@@ -383,7 +364,6 @@ def _are_alike(weights: Sequence[KnownWeight], layers: int) -> bool:
 
 
 def _make_common(choice: Resolved) -> dict[str, Any]:
-    """Return the contents of ``common.pt``."""
     wanted = choice.wanted
     avoids = not choice.groups.before_016  # see `_name_chain`
     metadata: dict[str, Any] = {"singleton_local_shards": False, _AVOIDS_PREFIX: avoids}
@@ -429,7 +409,7 @@ def _make_optimizer(choice: Resolved, groups: Sequence[MegatronGroup]) -> chain.
     }
 
 
-def _get_common_step(choice: Resolved, groups: Sequence[MegatronGroup]) -> Slot | None:
+def _get_common_step(choice: Resolved, groups: Sequence[MegatronGroup]) -> StorageView | None:
     members = choice.groups.members
     counted = [members[fqn] for g in groups if "step" not in g.hyper for fqn in g.fqns]
     step = find_common_count(counted, choice.state, "torch_dist has one number for all of them")

@@ -101,10 +101,10 @@ def lay_out_buckets(choice: Resolved) -> Iterator[tuple[str, PiecedTensor | Stor
         UnsupportedError: a pipeline stage has no experts, but others have.
     """
     sizes = choice.wanted.sizes
-    each = sizes.expert_tensor or sizes.tensor
-    if each > sizes.tensor:
+    sharing = sizes.expert_tensor or sizes.tensor
+    if sharing > sizes.tensor:
         raise UsageError(
-            f"--etp {each}", f"is more than --tp {sizes.tensor} with dp_reshardable", _OTHER_FORM
+            f"--etp {sharing}", f"is more than --tp {sizes.tensor} with dp_reshardable", _OTHER_FORM
         )
     kinds = [False, *([True] if choice.groups.experts else [])]
     done = set()
@@ -122,7 +122,7 @@ def lay_out_buckets(choice: Resolved) -> Iterator[tuple[str, PiecedTensor | Stor
             )
         for number, (experts, state, buffers) in enumerate(zip(kinds, states, found, strict=True)):
             if experts:  # groups are numbered by tensor rank, then expert rank, then stage
-                group = rank.expert_tensor + each * (rank.expert + sizes.expert * rank.stage)
+                group = rank.expert_tensor + sharing * (rank.expert + sizes.expert * rank.stage)
             else:
                 group = rank.tensor + sizes.tensor * rank.stage
             prefix = f"chained_{number}." if len(kinds) > 1 else ""
@@ -135,17 +135,12 @@ def lay_out_buckets(choice: Resolved) -> Iterator[tuple[str, PiecedTensor | Stor
 def _lay_out_group(
     choice: Resolved, prefix: str, state: chain.State, buffers: Sequence[Buffer], *, number: int
 ) -> Iterator[tuple[str, PiecedTensor | StoredObject]]:
-    """Yield the objects and the buckets of one model-parallel group.
-
-    Args:
-        number: that of the group, whose tensors are in one file.
-    """
     numels = [[bucket.numel for bucket in buffer.buckets] for buffer in buffers]
     multiple = lcm(_BUCKET, choice.wanted.data_parallel)
-    padded = [[round_up(numel, multiple) for numel in each] for each in numels]
+    padded = [[round_up(numel, multiple) for numel in own] for own in numels]
     counts = {"per_bucket_numel": padded, "per_bucket_numel_unpadded": numels}
     stated = {
-        name: [{buffer.key: each} for buffer, each in zip(buffers, values, strict=True)]
+        name: [{buffer.key: value} for buffer, value in zip(buffers, values, strict=True)]
         for name, values in counts.items()
     }
     for name, value in {**state, **stated}.items():

@@ -16,7 +16,7 @@ from reshard.errors import CorruptError, UnsupportedError, shown
 from reshard.formats.megatron.optimizers.groups import updates_matrices
 from reshard.formats.target_options import Adam
 from reshard.training.state import TrainedGroup, TrainedParameter, WritableState
-from reshard.units import some
+from reshard.units import abridge
 
 _RATES = ("max_lr", "min_lr")
 _IDENTITY = ("wd_mult", "lr_mult", "is_expert_parallel", "is_decoupled_lr")
@@ -90,12 +90,15 @@ def make_groups(state: WritableState, experts: frozenset[str], adam: Adam | None
         if is_megatron
         else _group_by_shape(state.groups, notes)
     )
-    fused = adam == "fused" or (adam is None and not (is_megatron and _is_torch(state)))
+    # torch's AdamW counts each parameter's steps. Transformer Engine's and apex's count a group's,
+    # and their load fails on torch's state.
+    is_torch = is_megatron and any("capturable" in group.hyper for group in state.groups)
+    fused = adam == "fused" or (adam is None and not is_torch)
     chain = [hyper for hyper, _ in sources]
     merged: dict[tuple[Any, ...], tuple[dict[str, Any], list[str]]] = {}
     for hyper, fqns in sources:
         of_matrices = updates_matrices([hyper], chain)
-        of_adam = _is_adam(hyper, of_matrices)
+        of_adam = not of_matrices and hyper.get("optimizer", "adam") == "adam"
         for is_expert in (False, True):
             members_here = [fqn for fqn in fqns if (fqn in experts) == is_expert]
             # Megatron's own groups stay even if empty: all ranks must have the same
@@ -156,23 +159,9 @@ def _get_setting(hyper: Mapping[str, Any], key: str, state: WritableState) -> An
     )
 
 
-def _is_adam(hyper: Mapping[str, Any], of_matrices: bool) -> bool:
-    """Return whether Adam updates a group, in a run of Adam or beside an optimizer of matrices."""
-    return not of_matrices and hyper.get("optimizer", "adam") == "adam"
-
-
-def _is_torch(state: WritableState) -> bool:
-    """Return whether the groups are of torch's AdamW, which counts each parameter's steps.
-
-    Transformer Engine's and apex's count a group, and their load fails on torch's state.
-    """
-    return any("capturable" in group.hyper for group in state.groups)
-
-
 def _group_by_shape(
     groups: Sequence[TrainedGroup], notes: list[str]
 ) -> list[tuple[dict[str, Any], list[str]]]:
-    """Return Megatron's two groups: decayed parameters; biases and others of one dim."""
     members = [(member, group.hyper) for group in groups for member in group.members]
     decayed: tuple[dict[str, Any], list[str]] = ({"wd_mult": 1.0}, [])
     plain: tuple[dict[str, Any], list[str]] = ({"wd_mult": 0.0}, [])
@@ -190,7 +179,7 @@ def _group_by_shape(
     if changed:
         notes.append(
             "weight decay follows Megatron's rule (none for norms and biases): changed for"
-            f" {some(changed, _SHOWN)}"
+            f" {abridge(changed, _SHOWN)}"
         )
     if any(rate not in decayed[0] for rate in _RATES):
         notes.append(
@@ -205,10 +194,8 @@ def _is_plain(member: TrainedParameter) -> bool:
 
 
 def _find_decay(members: Iterable[tuple[TrainedParameter, Mapping[str, Any]]]) -> float:
-    """Return the weight decay of the parameters that Megatron decays.
-
-    Some of them may have none: their decay changes, with a note. Two different ones are refused.
-    """
+    # Some decayed parameters may have none: their decay changes, with a note. Two different ones
+    # are refused.
     decay = 0.0
     for member, hyper in members:
         own = 0.0 if _is_plain(member) else hyper.get("weight_decay", 0.0)
@@ -229,7 +216,6 @@ def _make_difference_error(
 
 
 def _complete_hyper(hyper: Mapping[str, Any], *, fused: bool) -> dict[str, Any]:
-    """Return a group's hyperparameters with the further ones that Megatron's groups have."""
     completed = {
         "wd_mult": 1.0,
         "lr_mult": 1.0,
@@ -263,7 +249,7 @@ def find_common_count(
     """
     counts = {member.step for member in members if member.step is not None}
     if len(counts) > 1:
-        numbers = some([f"{count:g}" for count in sorted(counts)], _SHOWN)
+        numbers = abridge([f"{count:g}" for count in sorted(counts)], _SHOWN)
         raise UnsupportedError(
             state.manifest.origin.path,
             f"has parameters that were updated {numbers} times, but {why}",

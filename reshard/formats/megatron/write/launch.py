@@ -159,7 +159,6 @@ def describe_gaps(args: Mapping[str, Any], model: Container[str]) -> Iterator[st
 
 
 def _complete(args: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the arguments as the command line has them."""
     known = dict(args)
     if known.get("expert_tensor_parallel_size") == known.get("tensor_model_parallel_size"):
         known["expert_tensor_parallel_size"] = None  # its default
@@ -175,7 +174,6 @@ def _complete(args: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _list_needed(known: Mapping[str, Any]) -> Iterator[str]:
-    """Yield the arguments for which a command line needs an option."""
     defaults = {**_RUN, **dict.fromkeys(_VALUES), **_DEFAULTS}
     for name, default in defaults.items():
         value = known.get(name)
@@ -184,7 +182,6 @@ def _list_needed(known: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _lacks_option(name: str, value: Any) -> bool:
-    """Return whether no option sets a model's argument to this value."""
     if value is None or name in _OTHERS or name in _RUN:
         return False
     if name in _FIXED:

@@ -15,7 +15,7 @@ from typing import Any
 from reshard.containers import skeletons, torch_writer
 from reshard.containers.pickles.script_values import NAMESPACE
 from reshard.containers.pickles.values import Call
-from reshard.containers.torch_writer import Part, Slot, Storage
+from reshard.containers.torch_writer import Storage, StorageBlock, StorageView
 from reshard.core.dtypes import FLOAT32
 from reshard.core.manifest import Skeleton
 from reshard.errors import UnsupportedError
@@ -63,8 +63,6 @@ def name_directory(choice: Resolved) -> str:
 
 
 class _LegacyRank:
-    """The files of one model-parallel rank."""
-
     def __init__(self, choice: Resolved, rank: WriterRank) -> None:
         self._choice = choice
         self._rank = rank
@@ -76,14 +74,12 @@ class _LegacyRank:
     @property
     def number(self) -> int:
         """Number of the rank among all ranks: tensor-parallel ranks first, pipeline stages last."""
-        each = self._choice.world // self._choice.wanted.sizes.pipeline
-        return self._rank.stage * each + self._rank.place
+        per_stage = self._choice.world // self._choice.wanted.sizes.pipeline
+        return self._rank.stage * per_stage + self._rank.place
 
     def _refuse_unknown_places(self) -> None:
-        """Refuse modules that Megatron lacks: it numbers optimizer states in its own order.
-
-        Such a module keeps the order that a run's own files have, if that fits the known order.
-        """
+        # Megatron numbers optimizer states in its own order. A module that it lacks keeps the order
+        # that a run's own files have, if that fits the known order.
         manifest = self._choice.state.manifest
         unknown = manifest.train.opaque.get(parameter_order.MISPLACED)
         if manifest.origin.format != directories.NAME:
@@ -98,7 +94,6 @@ class _LegacyRank:
             )
 
     def build_root(self) -> dict[str, Any]:
-        """Return the contents of ``model_optim_rng.pt``."""
         choice, rank = self._choice, self.number
         args = {**choice.args, "rank": rank, "local_rank": rank}
         root: dict[str, Any] = {
@@ -124,11 +119,8 @@ class _LegacyRank:
         return {} if state is None else {RNG: state}
 
     def _build_module(self, chunk: Sequence[LocalWeight]) -> OrderedDict[str, Any]:
-        """Return the state dict of a model chunk.
-
-        Extra states that are kept have their values, others None. The source's files list the
-        modules that have one. If they do not, and for experts, `_STATEFUL` decides by name.
-        """
+        # Extra states that are kept have their values, others None. The source's files list the
+        # modules that have one. If they do not, and for experts, `_STATEFUL` decides by name.
         rank, before = self._rank, self._choice.places.list_rank_experts(self._rank).start
         rank_states = self._choice.wanted.rank_states
         own = dict(rank_states.select_for_chunk(rank.tensor, rank.expert, chunk, before))
@@ -176,7 +168,7 @@ class _LegacyRank:
         listed = self._list_trained()
         states: dict[int, dict[str, Any]] = {}
         param_groups = []
-        masters: list[list[Slot]] = []
+        masters: list[list[StorageView]] = []
         for group in groups:
             own = [local for local in listed if local.known.weight.fqn in group.fqns]
             numbers = range(len(states), len(states) + len(own))
@@ -184,7 +176,13 @@ class _LegacyRank:
                 (n, self._build_state(local, group)) for n, local in zip(numbers, own, strict=True)
             )
             param_groups.append({**group.hyper, "params": list(numbers)})
-            masters.append([self._build_master(local) for local in own if self._is_cast(local)])
+            masters.append(
+                [
+                    local.slot(local.known.weight.value, FLOAT32)
+                    for local in own
+                    if self._choice.stored(local.known.weight)[1] != FLOAT32
+                ]
+            )
         inner = {"state": states, "param_groups": param_groups}
         return inner, {"fp32_from_fp16_params": masters}
 
@@ -196,14 +194,7 @@ class _LegacyRank:
         slots = {name: local.slot(entry, entry.dtype) for name, entry in member.slots.items()}
         return {**counter, **slots}
 
-    def _is_cast(self, local: LocalWeight) -> bool:
-        return self._choice.stored(local.known.weight)[1] != FLOAT32
-
-    def _build_master(self, local: LocalWeight) -> Slot:
-        return local.slot(local.known.weight.value, FLOAT32)
-
     def build_distributed(self) -> Any:
-        """Return the contents of ``distrib_optim.pt``: the flat tensors of every buffer."""
         dense, experts = (
             flat.list_buffers(self._choice, self._rank, self._chunks, experts=experts)
             for experts in (False, True)
@@ -215,10 +206,9 @@ class _LegacyRank:
         return [self._build_buffers(dense) if is_saved else None, self._build_buffers(experts)]
 
     def _build_buffers(self, buffers: Sequence[flat.Buffer]) -> dict[Any, Any]:
-        """Return each buffer under its number, by its dtypes."""
         # A buffer is one tensor, not a list.
         state: dict[Any, Any] = {"buckets_coalesced": True}
-        numbered = {n: {each.key: self._build_buffer(each)} for n, each in enumerate(buffers)}
+        numbered = {n: {buffer.key: self._build_buffer(buffer)} for n, buffer in enumerate(buffers)}
         return state | numbered
 
     def _build_buffer(self, buffer: flat.Buffer) -> dict[str, Any]:
@@ -226,10 +216,10 @@ class _LegacyRank:
         starts = {member.fqn: member.start for member in members}
         tensors: dict[str, Any] = {}
         for slot in flat.SLOTS:
-            parts: list[Part] = []
+            parts: list[StorageBlock] = []
             for local in buffer.weights:
                 entry = flat.find_entry(self._choice, local, slot)
                 if entry is not None:
                     parts += local.parts(entry, starts[local.name])
-            tensors[slot] = Slot(Storage(FLOAT32, numel, tuple(parts)), (numel,))
+            tensors[slot] = StorageView(Storage(FLOAT32, numel, tuple(parts)), (numel,))
         return {**tensors, "numel_unpadded": numel}

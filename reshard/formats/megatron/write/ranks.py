@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from math import lcm, prod
 from typing import Any
 
-from reshard.containers.torch_writer import Part, Slot, Storage
+from reshard.containers.torch_writer import Storage, StorageBlock, StorageView
 from reshard.core.box import Box, Index, intersect, whole
 from reshard.core.dtypes import DType
 from reshard.core.manifest import Entry
@@ -92,11 +92,11 @@ class LocalWeight:
         """Number of elements of the rank's tensor."""
         return prod(self.shape)
 
-    def slot(self, entry: Entry, dtype: DType) -> Slot:
+    def slot(self, entry: Entry, dtype: DType) -> StorageView:
         """Return the rank's piece of an entry of the weight's shape; padding is zero."""
-        return Slot(Storage(dtype, self.numel, tuple(self.parts(entry))), self.shape)
+        return StorageView(Storage(dtype, self.numel, tuple(self.parts(entry))), self.shape)
 
-    def parts(self, entry: Entry, at: int = 0) -> Iterator[Part]:
+    def parts(self, entry: Entry, at: int = 0) -> Iterator[StorageBlock]:
         """Yield the parts of the rank's piece, from an element of a flat storage on."""
         row = prod(self.shape[1:])
         for block, local in self.blocks:
@@ -104,7 +104,7 @@ class LocalWeight:
             if common is None:
                 continue
             offset = local.origin[0] * row if self.shape else 0
-            yield Part(entry.kind, entry.fqn, entry.shape, common, at + offset)
+            yield StorageBlock(entry.kind, entry.fqn, entry.shape, common, at + offset)
 
 
 def find_rules(
@@ -148,7 +148,6 @@ def find_rules(
 
 
 def _find_dialect(found: RuleMatch) -> str | None:
-    """Return the dialect of a name; None if it is not one of Megatron-core's."""
     if found.pattern in found.rule.others.get("te", ()):
         return "te"
     return "local" if found.pattern == found.rule.name else None
@@ -180,15 +179,15 @@ def list_ranks(sizes: Sizes) -> list[WriterRank]:
     Dense layers are assigned to ranks as tensor, then data; experts as expert tensor, then expert
     (core ``parallel_state.py``, ``initialize_model_parallel``: "tp-cp-ep-dp-pp").
     """
-    each = sizes.expert_tensor or sizes.tensor
+    sharing = sizes.expert_tensor or sizes.tensor
     # After this many ranks the positions repeat.
     # In reverse, so that the dict keeps the first rank of each position.
     places = {
-        (r % sizes.tensor, r // each % sizes.expert): r
-        for r in reversed(range(lcm(sizes.tensor, each * sizes.expert)))
+        (r % sizes.tensor, r // sharing % sizes.expert): r
+        for r in reversed(range(lcm(sizes.tensor, sharing * sizes.expert)))
     }
     return [
-        WriterRank(tensor, stage, expert, place % each, place)
+        WriterRank(tensor, stage, expert, place % sharing, place)
         for (tensor, expert), place in sorted(places.items())
         for stage in range(sizes.pipeline)
     ]
@@ -219,20 +218,20 @@ class WeightLocations:
     ) -> None:
         self.grouped = grouped
         self._args = args
-        last = max((each.layer for each in weights if each.layer is not None), default=-1)
+        last = max((known.layer for known in weights if known.layer is not None), default=-1)
         # Layers with configurations of their own may have no parameters.
         stated = args.number("num_layers") if has_own_configs(args.values) else 0
         self.layers = max(1 + last, stated)
         self._experts = 1 + max((w.expert for w in weights if w.expert is not None), default=-1)
         self._sizes = sizes
         self._dialect = dialect
-        self._names = {each.found.name for each in weights}
+        self._names = {known.found.name for known in weights}
         self._chunks = list_chunks(sizes)
         self._counts = counts
-        self._model = ParameterIndex((each.spot, each) for each in weights)
-        embedding = next((each for each in weights if each.found.name == names.EMBEDDING), None)
+        self._model = ParameterIndex((known.spot, known) for known in weights)
+        embedding = next((known for known in weights if known.found.name == names.EMBEDDING), None)
         self._tied = embedding if tied else None  # what the last stage has once more
-        self.mtp = 1 + max((each.mtp for each in weights if each.mtp is not None), default=-1)
+        self.mtp = 1 + max((known.mtp for known in weights if known.mtp is not None), default=-1)
         self._looked_up = embedding if self.mtp else None  # by its MTP layers
         last_chunk = len(self._chunks) - 1
         self._mtp_at = (last_chunk if mtp_at is None else mtp_at) if self.mtp else None
@@ -271,7 +270,6 @@ class WeightLocations:
         return te or known.found.rule.get_patterns(dialect)[0]
 
     def _find_te(self, known: KnownWeight) -> Pattern | None:
-        """Return Transformer Engine's name; None for a norm without a linear layer behind it."""
         return names.find_te_pattern(known.found, self._names)
 
     def is_latent(self, known: KnownWeight) -> bool:

@@ -113,7 +113,6 @@ def make_blank(states: RankStates, manifest: Manifest, impl: str) -> WrittenStat
 
 
 def _get_impl(manifest: Manifest) -> str:
-    """Return the implementation of the source's layers."""
     config = manifest.train.config
     impl = config.get("transformer_impl") if isinstance(config, dict) else None
     return "local" if impl == "local" else "transformer_engine"
@@ -145,7 +144,7 @@ def lay_out_states(
         if tensor is None:
             return value
         fqn = ".".join((*map(str, rank), name))
-        entries.append(Entry(fqn, KIND, tensor.dtype, tensor.shape, tensor.chunks))
+        entries.append(tensor.make_entry(fqn, KIND))
         return torch_writer.build_whole_tensor(entries[-1], tensor.dtype)
 
     extra = {
@@ -179,11 +178,7 @@ def find_rng_obstacle(
 
 
 def rebuild_random(states: RankStates, path: str) -> dict[RankKey, Any]:
-    """Return random states rebuilt from their numbers and bytes.
-
-    Raises:
-        UnsupportedError: they are of generators that are not known here.
-    """
+    """Return random states rebuilt from their numbers and bytes."""
     with SourceFiles() as pool:
         return {
             rank: [_rebuild(path, state, pool) for state in _list_states(path, value)]
@@ -192,7 +187,6 @@ def rebuild_random(states: RankStates, path: str) -> dict[RankKey, Any]:
 
 
 def _list_states(path: str, value: Any) -> list[dict[str, Any]]:
-    """Return the state of each data-parallel rank, or the one that all share."""
     if isinstance(value, list) and all(isinstance(one, dict) for one in value):
         return value
     raise UnsupportedError(
