@@ -166,21 +166,5 @@ def to_universal(ranks, run, tag, out):
         )
 
 
-def scalers(ranks, window, overflows):
-    """Return the scales of DeepSpeed's scaler and of ours, step by step."""
-    from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler
-
-    from trainer.core.scaling import LossScaler
-
-    theirs = DynamicLossScaler(2.0**16, window, 1.0, 2, False)
-    ours = LossScaler(scale=2.0**16, dynamic=True, window=window)
-    scales = []
-    for overflow in overflows:
-        theirs.update_scale(overflow)
-        ours.update(overflow=overflow)
-        scales.append((theirs.cur_scale, ours.scale))
-    return scales
-
-
 if __name__ == "__main__":
     main(sys.argv[1])

@@ -28,19 +28,6 @@ def saved(tmp_path_factory):
     return base
 
 
-def resume(ranks, jobs):
-    """Resume each checkpoint; return its error, or its losses."""
-    from trainer.core.errors import TrainerError
-
-    found = []
-    for job in jobs:
-        try:
-            found.append(worlds.train(ranks, [job])[0].losses)
-        except TrainerError as error:
-            found.append((error.exit_code, str(error)))
-    return found
-
-
 def test_flat_parameters_of_two_ranks_go_on_at_three(saved, tmp_path):
     """The three strategies have seen the same samples; FSDP adds gradients in another order."""
     jobs = [
@@ -57,8 +44,8 @@ def test_flat_parameters_of_two_ranks_go_on_at_three(saved, tmp_path):
         }
         for name, strategy in (("zero2", "fsdp2"), ("fsdp", "zero3"), ("fsdp2", "fsdp"))
     ]
-    for each in worlds.run(3, resume, jobs):
-        values = [float.fromhex(losses[0]) for losses in each]
+    for each in worlds.train_on(3, jobs):
+        values = [run.values()[0] for run in each]
         assert values == pytest.approx([values[0]] * 3, rel=1e-6)
 
 
@@ -85,7 +72,7 @@ def test_what_reshard_refuses_is_an_error_on_every_rank(saved, tmp_path):
         {**TINY, "strategy": "zero2", "steps": 2, "resume": str(tmp_path / name), "log": None}
         for name in expected
     ]
-    for each in worlds.run(2, resume, jobs):
+    for each in worlds.run(2, worlds.try_to_train, jobs):
         for (code, message), words in zip(each, expected.values(), strict=True):
             assert code == 3
             assert words in message
@@ -103,6 +90,8 @@ def test_the_state_of_another_optimizer_is_refused(saved, tmp_path):
         for slot in state["optimizer_state_dict"]["base_optimizer_state"]["state"].values():
             del slot["exp_avg_sq"]
         torch.save(state, path)
-    (each, _) = worlds.run(2, resume, [{**TINY, "steps": 2, "resume": str(run), "log": None}])
+    (each, _) = worlds.run(
+        2, worlds.try_to_train, [{**TINY, "steps": 2, "resume": str(run), "log": None}]
+    )
     assert each[0][0] == 3
     assert "AdamW needs" in each[0][1]

@@ -12,12 +12,12 @@ from tests.trainer import worlds
 from trainer.checkpoint import files, foreign, state
 
 CONFIGS = Path(__file__).parents[2] / "examples" / "configs"
-EXAMPLES = {
-    "zero2_bf16.json": ("zero2", "bf16", 8),
-    "zero2_fp16_auto.json": ("zero2", "fp16", 2),
-    "zero3_offload_auto.json": ("zero3", "fp16", 2),
-    "accelerate_deepspeed.yaml": ("zero2", "fp16", 2),
-    "accelerate_fsdp.yaml": ("fsdp", "fp32", 2),
+EXAMPLES = {  # and their global batch on two ranks
+    "zero2_bf16.json": 8,
+    "zero2_fp16_auto.json": 2,
+    "zero3_offload_auto.json": 2,
+    "accelerate_deepspeed.yaml": 2,
+    "accelerate_fsdp.yaml": 2,
 }
 
 
@@ -38,38 +38,14 @@ def test_an_example_configuration_runs_as_it_is_and_goes_on(tmp_path, name):
     printed = worlds.command(2, flags(tmp_path, *config, "--steps", "2", "--lr", "0.003"))
     assert f"saved {tmp_path}/run/global_step2" in printed
     document = state.read(tmp_path / "run/global_step2")
-    strategy, precision, batch = EXAMPLES[name]
-    settings = document["settings"]
-    assert settings["strategy"] == strategy
-    assert settings["precision"] == precision
-    assert settings["global_batch"] == batch
-    assert document["progress"]["samples"] == 2 * batch
+    assert document["progress"]["samples"] == 2 * EXAMPLES[name]
 
     whole = worlds.command(2, flags(tmp_path / "w", *config, "--steps", "3", "--lr", "0.003"))
     resume = ["--resume", f"{tmp_path}/run", "--steps", "3", *flags(tmp_path)]
     printed = worlds.command(2, [*resume, "--schedule-steps", "3"])
-    if "Warmup" not in settings["schedule"]:  # a schedule over two steps is another one
+    if "Warmup" not in document["settings"]["schedule"]:  # a schedule over two steps is another one
         assert printed.splitlines()[-1] == whole.splitlines()[-1], "the same parameters"
     assert len(worlds.read_log(tmp_path / "log.jsonl").losses) == 3
-
-
-@pytest.mark.parametrize(
-    "strategy",
-    [
-        "--strategy fsdp",
-        "--strategy fsdp --state-dict-type full",
-        "--strategy fsdp --state-dict-type local",
-        "--strategy fsdp2 --sharded-files rank --precision fp32",
-        "--strategy zero3 --precision fp16 --model tiny-gpt2",
-    ],
-)
-def test_a_resumed_command_ends_as_the_unbroken_one(tmp_path, strategy):
-    common = [*strategy.split(), "--global-batch", "4", "--seq-len", "16"]
-    whole = worlds.command(2, flags(tmp_path / "whole", *common, "--steps", "2"))
-    worlds.command(2, flags(tmp_path, *common, "--steps", "1", "--schedule-steps", "2"))
-    rest = worlds.command(2, [*flags(tmp_path), "--resume", f"{tmp_path}/run", "--steps", "2"])
-    assert rest.splitlines()[-1] == whole.splitlines()[-1]
-    assert worlds.read_log(tmp_path / "log.jsonl") == worlds.read_log(tmp_path / "whole/log.jsonl")
 
 
 TINIEST = {

@@ -1,11 +1,8 @@
-"""The trainer's layers: imports point one way, and settings are understood without torch."""
+"""The trainer's layers: imports point one way."""
 
 from __future__ import annotations
 
-import pytest
-
-from tests.support.programs import run_python
-from tests.test_imports import ROOT, assert_no_cycle, imported, modules
+from tests.test_imports import assert_no_cycle, imported, modules
 
 # In the order in which a run uses them: imports come from groups before a module's own, or its own.
 LAYERS = (
@@ -57,14 +54,3 @@ def test_the_core_imports_nothing_from_outside_of_it():
 
 def test_no_two_modules_import_each_other():
     assert_no_cycle(TRAINER, edges())
-
-
-@pytest.mark.parametrize("arguments", [["--help"], ["--steps", "0"], ["--print-config"]])
-def test_the_command_line_answers_without_torch(arguments):
-    probe = (
-        "import sys\n"
-        "from trainer.cli import main\n"
-        f"main({arguments!r})\n"
-        "assert not {'torch', 'transformers', 'numpy'} & set(sys.modules), 'heavy'\n"
-    )
-    run_python("-c", probe, check=True, cwd=ROOT)

@@ -46,9 +46,12 @@ def run(world, function, *args):
     return _fork_again(world, _in_group, function, *args)
 
 
-def call(function, *args):
-    """Return what a function returns in one process without a group, which may fork."""
-    return _fork_again(1, function, *args)[0]
+def run_in_turn(enter, jobs):
+    """Return what rank 0 returns in each job (ranks, function, ...), one after the other.
+
+    All are forked from a process that called ``enter``, which imports what they need once.
+    """
+    return _fork_again(1, _in_turn, enter, jobs)[0]
 
 
 def command(world, arguments):
@@ -60,13 +63,6 @@ def command(world, arguments):
     codes_and_texts = _fork_again(world, _main, arguments)
     assert [code for code, _ in codes_and_texts] == [0] * world, codes_and_texts
     return codes_and_texts[0][1]
-
-
-def start(arguments):
-    """Return a process that runs ``python -m trainer`` with these arguments, without a launcher."""
-    process = _make_context().Process(target=_exit_as_main, args=(arguments,))
-    process.start()
-    return process
 
 
 def _fork_again(world, *job, undo=lambda: None):
@@ -131,6 +127,13 @@ def _rank(pipe, rank, world, port, function, args):
     pipe.close()
 
 
+def _in_turn(enter, jobs):
+    global METHOD  # noqa: PLW0603 - of this process alone
+    METHOD = "fork"
+    enter()
+    return [run(*job)[0] for job in jobs]
+
+
 def _in_group(function, *args):
     from trainer.process_group import join_process_group
 
@@ -147,11 +150,6 @@ def _main(arguments):
     ):  # a rank that fails ends at once: let its message through
         code = main(arguments)
     return code, printed.getvalue()
-
-
-def _exit_as_main(arguments):
-    code, _ = _main(arguments)
-    raise SystemExit(code)
 
 
 @dataclass
@@ -199,6 +197,19 @@ def train(ranks, jobs):
     A run with ``is_saved=False`` writes no checkpoint, which would take a fifth of its time.
     """
     return [_train(ranks, dict(job)) for job in jobs]
+
+
+def try_to_train(ranks, jobs):
+    """Return what each training logged, or the exit code and message of its error."""
+    from trainer.core.errors import TrainerError
+
+    found = []
+    for job in jobs:
+        try:
+            found += train(ranks, [job])
+        except TrainerError as error:
+            found.append((error.exit_code, str(error)))
+    return found
 
 
 def _train(ranks, chosen):

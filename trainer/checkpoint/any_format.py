@@ -24,7 +24,7 @@ from trainer.checkpoint.deepspeed import make_basic_config
 from trainer.core.errors import CheckpointError, LayoutError
 from trainer.core.model import build_model
 from trainer.core.model_config import load_model_config
-from trainer.core.optimizer import list_trainable, make_hyperparameters, make_param_groups
+from trainer.core.optimizer import make_hyperparameters, make_param_groups
 from trainer.settings import Settings
 
 if TYPE_CHECKING:
@@ -76,7 +76,9 @@ def open_converted(
             folder = opened.enter_context(create_names(live.files))
             opened.enter_context(patch_loads(live.files, folder, _load))
             written = directory.find_checkpoint(folder, None)
-            yield Converted(written, _read_progress(live, settings), tuple(live.report.dropped))
+            yield Converted(
+                written, _read_progress(live, settings), tuple(live.planned.report.dropped)
+            )
     except UnrecognisedError as error:
         raise CheckpointError(unread.problem, unread.remedy) from error
     except ReshardError as error:
@@ -141,13 +143,12 @@ def _make_config(settings: Settings) -> dict[str, Any]:
 
 def _list_param_groups(settings: Settings, model: nn.Module) -> list[dict[str, Any]]:
     """Return this run's param groups as ``reshard split --param-groups`` reads them."""
-    shapes = [(name, tuple(p.shape)) for name, p in list_trainable(model)]
     return [
         {
             "fqns": list(group.names),
             **make_hyperparameters(settings, group.weight_decay, settings.lr),
         }
-        for group in make_param_groups(shapes, settings)
+        for group in make_param_groups(model, settings)
     ]
 
 
@@ -178,7 +179,9 @@ def _make_error(error: ReshardError, *, one_rank: bool = False) -> CheckpointErr
 
 def _read_progress(live: LiveFiles, settings: Settings) -> dict[str, int]:
     """Return the counters of the source; samples that it does not count are derived."""
-    step, skipped, samples = (live.counters[n] for n in ("step", "skipped_steps", "samples"))
+    step, skipped, samples = (
+        live.planned.counters[n] for n in ("step", "skipped_steps", "samples")
+    )
     if step is None:
         return {}
     skipped = skipped or 0

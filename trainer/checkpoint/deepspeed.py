@@ -19,7 +19,7 @@ from trainer.core.optimizer import make_hyperparameters
 from trainer.core.partition import Partition
 from trainer.core.schedule import compute_learning_rate
 from trainer.core.settings import CoreSettings
-from trainer.core.shard import STATE
+from trainer.core.shard import MOMENTS
 from trainer.core.zero import ZeroEngine
 from trainer.core.zero3 import Zero3Engine
 
@@ -128,7 +128,7 @@ def _make_optimizer_states(engine: ZeroEngine, progress: dict[str, Any]) -> dict
     masters = [state.master for state in shard.states]
     base = {
         "state": {
-            index: {"step": state.step, **{name: getattr(state, name) for name in STATE}}
+            index: {"step": state.step, **{name: getattr(state, name) for name in MOMENTS}}
             for index, state in enumerate(shard.states)
         },
         "param_groups": _make_param_groups(
@@ -158,7 +158,7 @@ def _make_optimizer_states(engine: ZeroEngine, progress: dict[str, Any]) -> dict
         "base_optimizer_state": base,
         # DeepSpeed saves masters without the padding at the end, and moments with it.
         "single_partition_of_fp32_groups": [
-            master[: flat.numel - flat.paddings[rank]]
+            master[: flat.piece_numel - flat.paddings[rank]]
             for master, flat in zip(masters, flats, strict=True)
         ],
         "zero_stage": foreign.ZeroStage(stage),
@@ -205,7 +205,7 @@ def _make_stage_0_optimizer(engine: ZeroEngine, progress: dict[str, Any]) -> dic
     for group in engine.groups:
         first = len(state)
         for name in group.names:
-            slots = {key: _get_whole(engine, name, key) for key in STATE}
+            slots = {key: _get_whole(engine, name, key) for key in MOMENTS}
             step = engine.shard.states[0].step.clone()  # torch increments each in place
             state[len(state)] = {"step": step, **slots}
         masters.append([_get_whole(engine, name, "master") for name in group.names])

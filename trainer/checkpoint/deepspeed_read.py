@@ -24,7 +24,7 @@ from trainer.core.partition import (
     partition_each_parameter,
     partition_groups,
 )
-from trainer.core.shard import STATE
+from trainer.core.shard import MOMENTS
 from trainer.core.zero import ZeroEngine
 from trainer.core.zero3 import Zero3Engine
 
@@ -145,7 +145,7 @@ def _fill_shard(engine: ZeroEngine, path: Path, saved: _States) -> None:
     _check_shapes(path, saved.partition.shapes, shard.partition.shapes)
     _check_adam(saved.slots, path)
     filled = [
-        {key: torch.zeros(flat.numel) for key in ("master", *STATE)}
+        {key: torch.zeros(flat.piece_numel) for key in ("master", *MOMENTS)}
         for flat in shard.partition.flats
     ]
     rank = shard.rank if saved.partition.world > 1 else 0
@@ -188,10 +188,10 @@ def _check_adam(slots: list[dict[str, Any]], path: Path) -> None:
     Without this check moments that are not there would silently be zero.
     """
     for slot in slots:
-        if slot and not slot.keys() >= set(STATE):
+        if slot and not slot.keys() >= set(MOMENTS):
             raise CheckpointError(
                 f"{path} has an optimizer state of {', '.join(map(str, slot))}, and AdamW needs "
-                f"{' and '.join(STATE)}",
+                f"{' and '.join(MOMENTS)}",
                 "start from its weights: reshard merge CHECKPOINT DIR, then --model DIR",
                 one_rank=True,
             )
@@ -225,6 +225,6 @@ def _fill_frozen(engine: ZeroEngine, path: Path, model: dict[str, Any], *, is_cu
             piece = math.ceil(parameter.numel() / engine.ranks.world)
             begin = 0 if is_cut else engine.ranks.rank * piece
             for unit in engine.units:
-                unit.update({name: value[begin : begin + piece]})
+                unit.write({name: value[begin : begin + piece]})
         else:
             parameter.data.copy_(value.view(parameter.shape))

@@ -32,8 +32,9 @@ from torch.optim import Optimizer
 from trainer.checkpoint import fsdp_dcp
 from trainer.checkpoint.contents import Content, DcpDirectory, Nothing, TorchFile
 from trainer.core.errors import CheckpointError, LayoutError
-from trainer.core.fsdp import ShardedEngine
+from trainer.core.fsdp import FsdpEngine
 from trainer.core.fsdp_units import ignore_known_warnings
+from trainer.core.optimizer import make_hyperparameters
 from trainer.core.ranks import Ranks
 
 NAMES = {
@@ -45,7 +46,7 @@ NAMES = {
 State = dict[str, Any]
 
 
-def collect(engine: ShardedEngine, progress: dict[str, Any]) -> Iterator[Content]:
+def collect(engine: FsdpEngine, progress: dict[str, Any]) -> Iterator[Content]:
     """Yield the model, then the optimizer. The files do not record progress. Collective."""
     del progress
     settings = engine.settings
@@ -62,7 +63,7 @@ def collect(engine: ShardedEngine, progress: dict[str, Any]) -> Iterator[Content
     yield _make_content(optimizer_name, form, "optimizer", state, ranks)
 
 
-def read(directory: Path, engine: ShardedEngine) -> None:
+def read(directory: Path, engine: FsdpEngine) -> None:
     """Fill an engine from DCP, which records no progress. Collective.
 
     Raises:
@@ -84,7 +85,9 @@ def read(directory: Path, engine: ShardedEngine) -> None:
         state = _get_optimizer_state(model, optimizer, "dcp", ranks)
         fsdp_dcp.load({"optimizer": state}, optimizer_path, ranks)
         set_optimizer_state_dict(model, optimizer, state)
-    engine.keep_hyperparameters()  # torch has taken those of the checkpoint
+    # torch has taken the hyper-parameters of the checkpoint, of which only the lr is wanted.
+    for group, own in zip(optimizer.param_groups, engine.groups, strict=True):
+        group.update(make_hyperparameters(engine.settings, own.weight_decay, group["lr"]))
 
 
 # The live state, in the form of a file

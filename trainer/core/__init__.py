@@ -15,12 +15,12 @@ replicated        stages 0 to 2: the whole model on every rank, as flat tensors
 ddp               stage 0: everything is replicated
 zero1             stage 1: the optimizer is partitioned
 zero2             stage 2: the gradients are partitioned too
-zero3             stage 3: the parameters are partitioned too
 units             stage 3: layers that are gathered for their forward and backward pass
+zero3             stage 3: the parameters are partitioned too
 fsdp              the same idea in PyTorch: what both generations of FSDP share
-fsdp_reduce       gradients of FSDP, added in micro batch order
 fsdp2             ``fully_shard``, the second generation
 fsdp1             FullyShardedDataParallel, the first generation
+fsdp_reduce       gradients of FSDP, added in micro batch order
 strategies        the class of each strategy
 
 To look up meanwhile:

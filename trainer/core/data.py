@@ -21,7 +21,7 @@ from torch import Tensor
 from trainer.core.errors import SettingsError
 
 VOCABULARY = 257
-"""Tokens are bytes: token i < 256 is byte i, and token 256 ends a text."""
+"""Tokens are bytes: token i < 256 is byte i. Token 256, the end of a text, is in no sample."""
 
 
 def derive_seed(*numbers: int) -> int:
@@ -38,7 +38,7 @@ class Corpus:
     """Windows of ``seq_len`` bytes of a text, shuffled anew in each epoch.
 
     Attributes:
-        digest: SHA-256 of the whole text.
+        digest: SHA-256 of the whole text, which checkpoints record.
 
     Raises:
         SettingsError: the text cannot be read, or is shorter than one sample.
@@ -56,7 +56,7 @@ class Corpus:
         self.digest = hashlib.sha256(text).hexdigest()
         self._windows = tokens.view(count, seq_len)
         self._seed = seed
-        self._order = lru_cache(maxsize=2)(self._shuffle)
+        self._order = lru_cache(maxsize=2)(self._shuffle)  # a batch may span two epochs
 
     def __len__(self) -> int:
         """Return the number of samples in one epoch."""

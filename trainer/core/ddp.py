@@ -36,7 +36,7 @@ class DdpEngine(FullGradientsEngine):
             whole = piece.new_empty(self.ranks.world * piece.numel())
             self.ranks.all_gather(whole, piece)
             # The gathered sums are padded to a multiple of 2 x world, this flat tensor to one of 2.
-            wholes.append(whole[: flat.numel])
+            wholes.append(whole[: flat.piece_numel])
         return wholes
 
     def _exchange_parameters(self) -> None:

@@ -3,8 +3,11 @@
 An engine is a model, its optimizer, and how both are distributed over the ranks. Per micro batch
 the loop calls ``run_microbatch``; after the last one it calls ``step``::
 
-    run_microbatch   forward, backward, then _reduce_gradients: how this engine sums gradients
+    run_microbatch   forward, backward -> _end_microbatch
     step             _collect_gradients -> _compute_norm -> clip -> _update_weights
+
+Stages 2 and 3 and FSDP add gradients to the sums of all ranks during the backward pass, the others
+in ``_end_microbatch``.
 """
 
 from __future__ import annotations
@@ -62,7 +65,7 @@ class Engine(ABC):
             tokens: token numbers, int64.
             active_ranks: the gradients of the first so many ranks are added; in the last round of
                 a step, the other ranks may have no micro batch of their own (see ``loop``).
-            last: whether this is the last micro batch of the step on this rank.
+            last: whether this is the last round of the step, for which fast reduction may wait.
 
         Returns:
             The mean loss of these tokens, a float32 scalar, detached.
@@ -70,7 +73,7 @@ class Engine(ABC):
         self.active_ranks = active_ranks  # gradients are added during the backward pass
         loss: Tensor = self.model(input_ids=tokens, labels=tokens).loss
         (loss.float() * self.scaler.scale).backward()
-        self._reduce_gradients(last=last)
+        self._end_microbatch(last=last)
         return loss.detach().float()
 
     def step(self, lr: float) -> Update:
@@ -86,12 +89,8 @@ class Engine(ABC):
                 excess = max(1.0, (average + 1e-6) / clip) if clip else 1.0
                 self._update_weights(gradients, 1.0 / (divisor * excess), lr)
             self.scaler.update(overflow=not finite)
-        self.discard_gradients()
+        self._clear_gradients()
         return Update(average, skipped=not finite)
-
-    @abstractmethod
-    def discard_gradients(self) -> None:
-        """Clear the gradients, after each step."""
 
     @abstractmethod
     def parameters(self) -> Iterator[tuple[str, Tensor]]:
@@ -103,13 +102,13 @@ class Engine(ABC):
     # What differs between engines
 
     @abstractmethod
-    def _reduce_gradients(self, *, last: bool) -> None:
-        """Add the gradients of the micro batch that has just run to the sums over all ranks."""
+    def _end_microbatch(self, *, last: bool) -> None:
+        """Add the gradients that the backward pass has left to the sums over all ranks."""
 
     @property
     @abstractmethod
     def _summed_microbatches(self) -> int:
-        """Number of micro batches that the sums contain."""
+        """Number of micro batches in the sums; FSDP may have averaged over the ranks already."""
 
     @abstractmethod
     def _collect_gradients(self) -> list[Tensor]:
@@ -122,3 +121,7 @@ class Engine(ABC):
     @abstractmethod
     def _update_weights(self, gradients: list[Tensor], scale: float, lr: float) -> None:
         """Change the weights by the sums times ``scale``; the sums may be overwritten."""
+
+    @abstractmethod
+    def _clear_gradients(self) -> None:
+        """Clear the gradients and their sums, after each step."""

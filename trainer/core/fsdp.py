@@ -13,7 +13,6 @@ A generation decides how the model is wrapped, and how its parameters are seen w
 
 from __future__ import annotations
 
-import math
 from abc import abstractmethod
 
 import torch
@@ -31,7 +30,6 @@ from trainer.core.fsdp_units import (
 from trainer.core.model import build_model
 from trainer.core.norm import compute_norm
 from trainer.core.optimizer import (
-    ParamGroup,
     list_trainable,
     make_hyperparameters,
     make_param_groups,
@@ -40,7 +38,7 @@ from trainer.core.ranks import Ranks
 from trainer.core.settings import CoreSettings
 
 
-class ShardedEngine(Engine):
+class FsdpEngine(Engine):
     """A model that FSDP shards, and an AdamW over the shards."""
 
     def __init__(self, settings: CoreSettings, ranks: Ranks) -> None:
@@ -53,13 +51,12 @@ class ShardedEngine(Engine):
         broadcast_weights(model, ranks)
         # Shapes and frozen parameters must be read before parameters become shards of their unit.
         self.shapes = {name: tuple(p.shape) for name, p in model.named_parameters()}
-        shapes = [(name, tuple(p.shape)) for name, p in list_trainable(model)]
-        self._numel = sum(math.prod(shape) for _, shape in shapes)
+        self.groups = make_param_groups(model, settings)
+        self._numel = sum(p.numel() for _, p in list_trainable(model))
         with ignore_known_warnings():
             self.units = choose_units(model, settings)
             self._check(model)
             self.model = self._wrap(model)
-        self.groups = make_param_groups(shapes, settings)
         self.optimizer = self._make_optimizer()
         self._sums: UnitSums | None = None
         if settings.reduction == "canonical":
@@ -77,8 +74,8 @@ class ShardedEngine(Engine):
         """Shard the model."""
 
     @abstractmethod
-    def _select_parameters(self, groups: list[ParamGroup]) -> list[list[nn.Parameter]]:
-        """Return what the optimizer updates, for each group."""
+    def _select_parameters(self) -> list[list[nn.Parameter]]:
+        """Return what the optimizer updates, for each of ``groups``."""
 
     @abstractmethod
     def _get_shard(self, tensor: Tensor) -> Tensor:
@@ -86,11 +83,11 @@ class ShardedEngine(Engine):
 
     @abstractmethod
     def _order_additions(self, sums: UnitSums) -> None:
-        """Let torch add gradients in micro batch order."""
+        """Let torch add gradients in micro batch order, with `fsdp_reduce`."""
 
     # The step
 
-    def _reduce_gradients(self, *, last: bool) -> None:
+    def _end_microbatch(self, *, last: bool) -> None:
         """Leave the sums to FSDP, which has reduced the micro batch during its backward pass.
 
         To reduce only once, after the last micro batch (``no_sync``), would save communication. But
@@ -115,7 +112,7 @@ class ShardedEngine(Engine):
         """Return the global norm; of several replicas, only the first one counts."""
         if self.settings.fsdp_sharding_strategy == "NO_SHARD":
             return compute_norm(gradients, self._numel, reduce_on=None)
-        in_first_replica = self.ranks.rank < self.mesh.size(self.mesh.ndim - 1)
+        in_first_replica = self.ranks.rank < self.mesh.size(self.mesh.ndim - 1)  # axis "shard"
         pieces = [gradient.to(self.ranks.device) for gradient in gradients if in_first_replica]
         return compute_norm(pieces, self._numel, reduce_on=self.ranks.device)
 
@@ -126,8 +123,7 @@ class ShardedEngine(Engine):
             group["lr"] = lr
         self.optimizer.step()
 
-    def discard_gradients(self) -> None:
-        """Clear the gradients, see Engine."""
+    def _clear_gradients(self) -> None:
         self.optimizer.zero_grad()
         if self._sums:
             self._sums.clear()
@@ -136,7 +132,7 @@ class ShardedEngine(Engine):
 
     def _make_optimizer(self) -> torch.optim.AdamW:
         settings = self.settings
-        parameters = self._select_parameters(self.groups)
+        parameters = self._select_parameters()
         optimizer = torch.optim.AdamW(
             [
                 {
@@ -158,11 +154,6 @@ class ShardedEngine(Engine):
                         "exp_avg_sq": torch.zeros_like(parameter),
                     }
         return optimizer
-
-    def keep_hyperparameters(self) -> None:
-        """Set the optimizer's hyper-parameters, which a checkpoint has replaced, except the lr."""
-        for group, own in zip(self.optimizer.param_groups, self.groups, strict=True):
-            group.update(make_hyperparameters(self.settings, own.weight_decay, group["lr"]))
 
     def _optimized_parameters(self) -> list[nn.Parameter]:
         return [p for group in self.optimizer.param_groups for p in group["params"]]

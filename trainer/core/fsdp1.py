@@ -19,15 +19,15 @@ from torch.distributed.fsdp.wrap import CustomPolicy
 
 from trainer.core.engine import DTYPES
 from trainer.core.errors import SettingsError
-from trainer.core.fsdp import ShardedEngine
+from trainer.core.fsdp import FsdpEngine
 from trainer.core.fsdp_reduce import UnitSums, order_fsdp1
 from trainer.core.fsdp_units import find_unit, is_hybrid
-from trainer.core.optimizer import ParamGroup, list_trainable, make_param_groups
 
 _WRAPPER = "_fsdp_wrapped_module."
+"""What FSDP 1 inserts into the name of a parameter for each unit that it is in."""
 
 
-class FsdpEngine(ShardedEngine):
+class Fsdp1Engine(FsdpEngine):
     """Shards with FullyShardedDataParallel and the options that Accelerate has for it."""
 
     def _check(self, model: nn.Module) -> None:
@@ -47,9 +47,7 @@ class FsdpEngine(ShardedEngine):
 
     def _check_flat(self, model: nn.Module) -> None:
         """Refuse a flat parameter whose members differ in weight decay or in being trained."""
-        shapes = [(name, tuple(p.shape)) for name, p in list_trainable(model)]
-        groups = make_param_groups(shapes, self.settings)
-        if len({group.weight_decay for group in groups}) > 1:
+        if len({group.weight_decay for group in self.groups}) > 1:
             raise SettingsError(
                 "with fsdp_use_orig_params false, the decayed matrices and undecayed vectors of a "
                 "unit are one parameter, which cannot be in two param groups",
@@ -73,7 +71,7 @@ class FsdpEngine(ShardedEngine):
         chosen = set(self.units.values())
         sharded = FullyShardedDataParallel(
             model,
-            # A local state dict refuses a mesh; DCP needs one for fewer rows than ranks.
+            # A local state dict refuses a mesh; DCP needs one to save fewer rows than ranks.
             device_mesh=None if settings.state_dict_type == "local" else self.mesh,
             sharding_strategy=ShardingStrategy[strategy],
             cpu_offload=CPUOffload(offload_params=settings.fsdp_offload_params),
@@ -93,11 +91,11 @@ class FsdpEngine(ShardedEngine):
             reduce_dtype=DTYPES[self.settings.grad_dtype],
         )
 
-    def _select_parameters(self, groups: list[ParamGroup]) -> list[list[nn.Parameter]]:
+    def _select_parameters(self) -> list[list[nn.Parameter]]:
         if not self.settings.fsdp_use_orig_params:
             return [[p for p in self.model.parameters() if p.requires_grad]]
         live = {name.replace(_WRAPPER, ""): p for name, p in self.model.named_parameters()}
-        return [[live[name] for name in group.names] for group in groups]
+        return [[live[name] for name in group.names] for group in self.groups]
 
     def _order_additions(self, sums: UnitSums) -> None:
         order_fsdp1(cast("FullyShardedDataParallel", self.model), sums)
@@ -108,7 +106,7 @@ class FsdpEngine(ShardedEngine):
     def parameters(self) -> Iterator[tuple[str, Tensor]]:
         """Gather the parameters unit by unit, see Engine."""
         wrapped = {
-            name.replace(_WRAPPER, "").removesuffix("_fsdp_wrapped_module"): module
+            name.replace(_WRAPPER, ""): module
             for name, module in self.model.named_modules()
             if isinstance(module, FullyShardedDataParallel)
         }

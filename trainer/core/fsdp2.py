@@ -27,12 +27,11 @@ from torch.distributed.tensor import DTensor
 
 from trainer.core.engine import DTYPES
 from trainer.core.errors import SettingsError
-from trainer.core.fsdp import ShardedEngine
+from trainer.core.fsdp import FsdpEngine
 from trainer.core.fsdp_reduce import UnitSums, order_fsdp2
-from trainer.core.optimizer import ParamGroup
 
 
-class Fsdp2Engine(ShardedEngine):
+class Fsdp2Engine(FsdpEngine):
     """Shards with ``fully_shard``, unit by unit."""
 
     def _check(self, model: nn.Module) -> None:
@@ -82,9 +81,9 @@ class Fsdp2Engine(ShardedEngine):
             reduce_dtype=DTYPES[self.settings.grad_dtype],
         )
 
-    def _select_parameters(self, groups: list[ParamGroup]) -> list[list[nn.Parameter]]:
+    def _select_parameters(self) -> list[list[nn.Parameter]]:
         live = dict(self.model.named_parameters())
-        return [[live[name] for name in group.names] for group in groups]
+        return [[live[name] for name in group.names] for group in self.groups]
 
     def _order_additions(self, sums: UnitSums) -> None:
         order_fsdp2(self.model, sums, self.ranks.world)

@@ -35,11 +35,12 @@ class UnitSums:
     """This rank's sums of a step; units must reduce in the same order in every backward pass.
 
     Args:
-        count_active_ranks: the number of ranks, counted from the first, whose pieces are added now.
+        get_active_ranks: returns the number of ranks that have a micro batch in this round (see
+            ``loop``), because torch, which calls ``add``, does not pass it on.
     """
 
-    def __init__(self, count_active_ranks: Callable[[], int]) -> None:
-        self._count_active_ranks = count_active_ranks
+    def __init__(self, get_active_ranks: Callable[[], int]) -> None:
+        self._get_active_ranks = get_active_ranks
         self._sums: list[Tensor] = []
         self._reduced = 0
 
@@ -55,7 +56,7 @@ class UnitSums:
         self._reduced += 1
         if total.numel() != pieces[0].numel():
             raise _make_order_error()
-        for piece in pieces[: self._count_active_ranks()]:
+        for piece in pieces[: self._get_active_ranks()]:
             total.add_(piece)
         return total
 

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import nn
 
 from trainer.core.errors import SettingsError
-from trainer.core.model import find_layer_classes, list_names
+from trainer.core.model import find_layer_classes
 from trainer.core.ranks import Ranks
 from trainer.core.settings import CoreSettings
 
@@ -83,7 +83,10 @@ def _choose_large(module: nn.Module, minimum: int, chosen: set[nn.Module]) -> in
 
 def _check_ties(model: nn.Module, units: dict[str, nn.Module]) -> None:
     """Refuse tied parameters in different units, because FSDP would untie them silently."""
-    for tied in list_names(model).values():
+    names: dict[nn.Parameter, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names.setdefault(parameter, []).append(name)
+    for tied in names.values():
         if len({find_unit(name, units) for name in tied}) > 1:
             raise SettingsError(
                 f"{' and '.join(tied)} are one parameter, but would be in different FSDP units",
@@ -93,7 +96,7 @@ def _check_ties(model: nn.Module, units: dict[str, nn.Module]) -> None:
 
 
 def broadcast_weights(model: nn.Module, ranks: Ranks) -> None:
-    """Give every rank the weights and buffers of rank 0. Collective."""
+    """Give every rank the weights and buffers of rank 0, if it has read others. Collective."""
     for tensor in (*model.parameters(), *model.buffers()):
         on_device = tensor.detach().to(ranks.device)
         dist.broadcast(on_device, src=0)

@@ -1,7 +1,8 @@
 """Training: draw samples, run forward and backward, update the weights, and repeat.
 
-One step of N ranks with accumulation A (global batch = micro batch x A x N)::
+One step of N ranks has M = global batch / micro batch micro batches, in A = ceil(M / N) rounds::
 
+             round 0            round 1            ...
     rank 0   micro batch 0      micro batch N      ...  \
     rank 1   micro batch 1      micro batch N+1    ...   >  sum of gradients -> norm -> AdamW
     ...                                                 /
@@ -35,6 +36,7 @@ class Progress:
     step: int = 0
     """Optimizer steps done, skipped ones included."""
     skipped: int = 0
+    """Steps whose gradients overflowed with a dynamic loss scale (fp16)."""
     updates: int = 0
     """Steps that changed the weights: the position in the learning rate schedule."""
     samples: int = 0
@@ -72,27 +74,27 @@ def _run_microbatches(
 ) -> list[float]:
     """Run forward and backward on this step's samples; return the losses of all ranks.
 
-    Micro batch m of the step belongs to rank m % N and is its (m // N)-th. Dropout draws from a
-    generator that is seeded by the number of the first sample, so that its masks do not depend on
-    the number of ranks either.
+    Rank r runs micro batch k x N + r of the step in round k. Dropout draws from a generator that is
+    seeded by the number of the first sample, so that its masks do not depend on the number of ranks
+    either.
 
-    If the ranks do not divide the micro batches, the last ranks lack one. They repeat another micro
-    batch in its place, because they must take part in the collectives; its gradients and its loss
-    are not used.
+    If N does not divide M, which canonical reduction allows, only the first ranks are active in the
+    last round. The others repeat another micro batch, because they must take part in the
+    collectives; its gradients and its loss are not used.
     """
     losses: list[Tensor] = []
-    for index in range(settings.accumulation):
-        number = (index * ranks.world + ranks.rank) % settings.microbatches
-        first = progress.samples + number * settings.micro_batch
+    for round_number in range(settings.accumulation):
+        microbatch = (round_number * ranks.world + ranks.rank) % settings.microbatches
+        first = progress.samples + microbatch * settings.micro_batch
         tokens = corpus.get_samples(first, settings.micro_batch).to(ranks.device)
-        torch.manual_seed(derive_seed(settings.seed, 1, first))
-        active = min(ranks.world, settings.microbatches - index * ranks.world)
-        last = index == settings.accumulation - 1
+        torch.manual_seed(derive_seed(settings.seed, 1, first))  # 1: not an epoch's seed
+        active = min(ranks.world, settings.microbatches - round_number * ranks.world)
+        last = round_number == settings.accumulation - 1
         losses.append(engine.run_microbatch(tokens, active_ranks=active, last=last))
     own = torch.stack(losses)
     of_all_ranks = own.new_empty(ranks.world * len(losses))
     ranks.all_gather(of_all_ranks, own)
-    in_order = of_all_ranks.view(ranks.world, -1).t().reshape(-1)
+    in_order = of_all_ranks.view(ranks.world, -1).t().reshape(-1)  # (rank, round) to (round, rank)
     return in_order[: settings.microbatches].tolist()
 
 

@@ -19,7 +19,7 @@ def build_model(settings: CoreSettings, *, meta: bool = False) -> nn.Module:
     The weights come from ``settings.seed``, or from the directory that ``settings.model`` names.
 
     Args:
-        meta: make shapes only, for a rank that receives its weights from another one.
+        meta: make shapes only, which are all that is needed to read another layout's checkpoint.
 
     Raises:
         SettingsError: the model is unknown or cannot be built, or an option does not fit it.
@@ -74,16 +74,10 @@ def _freeze(model: nn.Module, patterns: tuple[str, ...]) -> None:
         )
 
 
-def list_names(model: nn.Module) -> dict[nn.Parameter, list[str]]:
-    """Return the names of each parameter; only a tied one has several."""
-    names: dict[nn.Parameter, list[str]] = {}
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        names.setdefault(parameter, []).append(name)
-    return names
-
-
 def find_layer_classes(model: nn.Module, names: tuple[str, ...] = ()) -> set[type[nn.Module]]:
-    """Return the classes of the repeated layers: those named, or ``_no_split_modules``.
+    """Return the classes of the layers that stage 3 and FSDP gather one at a time.
+
+    These are the classes called ``names``, or else those in the model's ``_no_split_modules``.
 
     Raises:
         SettingsError: the model has no module of a class that was named.

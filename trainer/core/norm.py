@@ -1,5 +1,6 @@
 """A sum of squares that has the same bits in any order of addition and over any cut into ranks.
 
+Clipping multiplies every gradient by a number that depends on the norm, so its last bit matters.
 Floating-point addition depends on the order only through rounding. So the squares (exact in
 float64) are split into multiples of a common quantum, with so few bits that no sum of them rounds:
 the sum of each level is exact, in any order. (The idea is pre-rounding: Demmel and Nguyen, "Fast

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor, nn
+from torch.optim.adamw import adamw
 
 from trainer.core.settings import CoreSettings
 
@@ -19,26 +19,27 @@ class ParamGroup:
     weight_decay: float
 
 
-def make_param_groups(
-    shapes: Iterable[tuple[str, tuple[int, ...]]], settings: CoreSettings
-) -> list[ParamGroup]:
+def list_trainable(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
+    """Return (fqn, parameter) of the trainable parameters, in model order, tied ones once."""
+    return [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+
+
+def make_param_groups(model: nn.Module, settings: CoreSettings) -> list[ParamGroup]:
     """Split trainable parameters into decayed matrices and undecayed biases and norms.
 
-    Args:
-        shapes: (fqn, shape) of the trainable parameters, in model order.
-        settings: whether there is one group or two, and the weight decay.
+    ``settings.param_groups`` may be "single": then they are one group.
     """
-    shapes = list(shapes)
+    trainable = list_trainable(model)
     if settings.param_groups == "single":
-        return [ParamGroup(tuple(name for name, _ in shapes), settings.weight_decay)]
-    matrices = tuple(name for name, shape in shapes if len(shape) > 1)
-    vectors = tuple(name for name, shape in shapes if len(shape) <= 1)
+        return [ParamGroup(tuple(name for name, _ in trainable), settings.weight_decay)]
+    matrices = tuple(name for name, p in trainable if p.ndim > 1)
+    vectors = tuple(name for name, p in trainable if p.ndim <= 1)
     groups = [ParamGroup(matrices, settings.weight_decay), ParamGroup(vectors, 0.0)]
     return [group for group in groups if group.names]
 
 
 def make_hyperparameters(settings: CoreSettings, weight_decay: float, lr: float) -> dict[str, Any]:
-    """Return a group as torch.optim.AdamW has it (torch 2.13), without ``params``."""
+    """Return all keys of a group of torch.optim.AdamW (2.13) but ``params``, as its files do."""
     return {
         "lr": lr,
         "betas": (settings.beta1, settings.beta2),
@@ -52,11 +53,6 @@ def make_hyperparameters(settings: CoreSettings, weight_decay: float, lr: float)
         "fused": None,
         "decoupled_weight_decay": True,
     }
-
-
-def list_trainable(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
-    """Return (fqn, parameter) of the trainable parameters, in model order, tied ones once."""
-    return [(name, p) for name, p in model.named_parameters() if p.requires_grad]
 
 
 def apply_adamw(
@@ -79,14 +75,12 @@ def apply_adamw(
         weight_decay: that of the param group.
         lr: the learning rate.
     """
-    from torch.optim.adamw import adamw
-
     adamw(
         [master],
         [gradient],
         [moments[0]],
         [moments[1]],
-        [],
+        [],  # used by amsgrad
         [step],
         foreach=False,
         amsgrad=False,

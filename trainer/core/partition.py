@@ -25,7 +25,10 @@ Shapes = dict[str, tuple[int, ...]]
 
 @dataclass(frozen=True)
 class Run:
-    """Elements [start, stop) of a flattened parameter, at ``offset`` of flat tensor ``flat``."""
+    """Elements [start, stop) of a flattened parameter: a run of elements, not of training.
+
+    They begin at ``offset`` of the piece of flat tensor number ``flat`` that ``rank`` owns.
+    """
 
     name: str
     start: int
@@ -47,7 +50,7 @@ class Flat:
     names: tuple[str, ...]
     group: int
     """Number of the param group whose hyper-parameters apply to it."""
-    numel: int
+    piece_numel: int
     """Elements of the piece of each rank, padding included."""
     paddings: tuple[int, ...]
     """Elements of padding at the end of each rank's piece."""
@@ -61,9 +64,10 @@ class Partition:
     shapes: Shapes
     flats: tuple[Flat, ...]
     runs: dict[str, tuple[Run, ...]]
+    """The runs of each parameter, in the order of its elements."""
 
     def runs_of_rank(self, rank: int) -> Iterator[Run]:
-        """Yield the runs of one rank, in model order."""
+        """Yield the runs of one rank, param group by param group."""
         for runs in self.runs.values():
             yield from (run for run in runs if run.rank == rank)
 
@@ -138,8 +142,7 @@ def partition_each_parameter(
                 )
                 offset += piece
             flats.append(Flat(tuple(sub_group), group, offset, (0,) * world))
-    order = {name: runs[name] for name in shapes if name in runs}
-    return Partition(world, shapes, tuple(flats), order)
+    return Partition(world, shapes, tuple(flats), runs)
 
 
 def _split_into_sub_groups(

@@ -1,4 +1,7 @@
-"""This rank, and the collectives that join it to the others."""
+"""This rank, and the collectives that join it to the others.
+
+Training calls ``all_gather``; `reduce` and `norm` have the collectives that add.
+"""
 
 from __future__ import annotations
 
@@ -22,13 +25,25 @@ class Ranks:
     """This rank among ``world`` ranks. One process runs the same code with a world of one.
 
     Attributes:
-        group: a group of all ranks for collectives in another thread; None: the default group.
+        group: a group of all ranks for collectives in the thread that saves; None: the default.
     """
 
     rank: int
     world: int
     device: torch.device
     group: dist.ProcessGroup | None = None
+
+    def all_gather(self, whole: Tensor, piece: Tensor) -> None:
+        """Fill ``whole`` (world x numel) with the ``piece`` (numel) of every rank, in rank order.
+
+        ``piece`` may be this rank's own part of ``whole``.
+        """
+        if self.world > 1:
+            _all_gather(whole, piece, group=self.group)
+        elif whole.data_ptr() != piece.data_ptr():
+            whole.copy_(piece)
+
+    # For logs and checkpoints
 
     @property
     def is_first(self) -> bool:
@@ -52,16 +67,6 @@ class Ranks:
         box = [value]
         dist.broadcast_object_list(box, src=0, device=self.device, group=self.group)
         return box[0]
-
-    def all_gather(self, whole: Tensor, piece: Tensor) -> None:
-        """Fill ``whole`` (world x numel) with the ``piece`` (numel) of every rank, in rank order.
-
-        ``piece`` may be this rank's own part of ``whole``.
-        """
-        if self.world > 1:
-            _all_gather(whole, piece, group=self.group)
-        elif whole.data_ptr() != piece.data_ptr():
-            whole.copy_(piece)
 
     @contextmanager
     def raise_on_all(self, doing: str) -> Iterator[None]:

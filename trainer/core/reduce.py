@@ -11,9 +11,9 @@
 Canonical reduction is a sum over micro batches 0, 1, 2, ... of the step, in that order, for any
 number of ranks: rank r's k-th micro batch is number k x world + r, so each call adds one micro
 batch of every rank, in rank order, to the sums of the earlier calls. If the ranks do not divide the
-micro batches, the last ranks have none in the last call, and what they send is not added. The call
+micro batches, the last ranks have none in the last round, and what they send is not added. The call
 moves the same bytes as a reduce-scatter; only the additions happen at the owner instead of on the
-way.
+way. Fast reduction leaves the additions to the collective.
 """
 
 from __future__ import annotations
@@ -49,7 +49,8 @@ class Reducer:
     ) -> None:
         self.partition = partition
         self.sums = [
-            torch.zeros(flat.numel, dtype=dtype, device=ranks.device) for flat in partition.flats
+            torch.zeros(flat.piece_numel, dtype=dtype, device=ranks.device)
+            for flat in partition.flats
         ]
         self._ranks = ranks
         self._send = self._exchange if canonical else self._reduce
@@ -105,6 +106,7 @@ class Reducer:
             begin += run.numel
 
     def _exchange(self, rows: list[list[Tensor]]) -> Sequence[Tensor]:
+        """Send row r to rank r; return the row that each rank has sent to this one."""
         world, rank = self._ranks.world, self._ranks.rank
         sizes = [sum(piece.numel() for piece in row) for row in rows]
         sent = torch.cat([piece for row in rows for piece in row])
@@ -115,7 +117,7 @@ class Reducer:
         return received.split(sizes[rank]) if sizes[rank] else []
 
     def _reduce(self, rows: list[list[Tensor]]) -> Sequence[Tensor]:
-        """Return the sum over the ranks, in the order in which the collective adds."""
+        """Return one row, the sum over all ranks in the collective's order; none if it is empty."""
         sums = []
         for owner, row in enumerate(rows):
             if row:

@@ -39,7 +39,7 @@ class FlatParameters:
         self._partition = partition
         self._rank = rank
         self._wholes = [
-            torch.zeros(partition.world * flat.numel, dtype=dtype, device=device)
+            torch.zeros(partition.world * flat.piece_numel, dtype=dtype, device=device)
             for flat in partition.flats
         ]
         for name, runs in partition.runs.items():
@@ -48,7 +48,7 @@ class FlatParameters:
             if not count:
                 continue
             first = runs[0]
-            begin = first.rank * partition.flats[first.flat].numel + first.offset
+            begin = first.rank * partition.flats[first.flat].piece_numel + first.offset
             view = self._wholes[first.flat][begin : begin + count].view(parameter.shape)
             view.copy_(parameter.data)
             parameter.data = view
@@ -63,7 +63,7 @@ class FlatParameters:
             ranks.all_gather(whole, self._own_piece(index))
 
     def _own_piece(self, index: int) -> Tensor:
-        numel = self._partition.flats[index].numel
+        numel = self._partition.flats[index].piece_numel
         return self._wholes[index][self._rank * numel : (self._rank + 1) * numel]
 
 
@@ -72,7 +72,7 @@ class ReplicatedEngine(ZeroEngine):
 
     def __init__(self, settings: CoreSettings, ranks: Ranks) -> None:
         super().__init__(settings, ranks)
-        self.flat = FlatParameters(
+        self._parameters = FlatParameters(
             self.shard.partition, self._optimizer_rank, self.trainable, self.dtype, ranks.device
         )
 
@@ -80,10 +80,10 @@ class ReplicatedEngine(ZeroEngine):
         return partition_groups(groups, shapes, self.ranks.world)
 
     def _write_parameters(self, index: int, master: Tensor) -> None:
-        self.flat.write(index, master)
+        self._parameters.write(index, master)
 
     def _exchange_parameters(self) -> None:
-        self.flat.gather(self.ranks)
+        self._parameters.gather(self.ranks)
 
 
 class FullGradientsEngine(ReplicatedEngine):
@@ -93,7 +93,7 @@ class FullGradientsEngine(ReplicatedEngine):
     rank's micro batches (in the parameters' dtype) and reduces once, before the step.
     """
 
-    def _reduce_gradients(self, *, last: bool) -> None:
+    def _end_microbatch(self, *, last: bool) -> None:
         gradients = [(name, p.grad) for name, p in self.trainable.items() if p.grad is not None]
         if self.settings.reduction == "canonical" or last:
             self.reducer.add(gradients, self.active_ranks)

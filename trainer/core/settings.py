@@ -1,7 +1,8 @@
 """The settings that determine training: each is declared once, with its default and help text.
 
-``trainer.settings`` adds those of a call of the program: its ranks, checkpoints and output. A
-setting of a later file is explained there; a first reading needs only their groups.
+``trainer.settings`` adds those of a call of the program: its ranks, checkpoints and output.
+``trainer.resolve`` fills in what is derived here (0) or depends on the strategy (None). A setting
+of a later file is explained there; a first reading needs only their groups.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ class CoreSettings:
     )
     activation_checkpointing: bool = declare(False, "recompute layers in the backward pass")
 
-    # Batches: global_batch = micro_batch x accumulation x ranks
+    # Batches: accumulation = ceil(global_batch / (micro_batch x ranks))
     micro_batch: int = declare(1, "samples per forward pass of a rank")
     accumulation: int = declare(0, "micro batches per step of a rank (0: derived)")
     global_batch: int = declare(0, "samples per step of all ranks (0: derived)")

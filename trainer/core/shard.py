@@ -2,7 +2,7 @@
 
 ::
 
-    flat tensor i      master      exp_avg     exp_avg_sq      each float32 of Flat.numel elements
+    flat tensor i      master      exp_avg     exp_avg_sq      each float32 of Flat.piece_numel
 """
 
 from __future__ import annotations
@@ -17,12 +17,13 @@ from trainer.core.optimizer import ParamGroup, apply_adamw
 from trainer.core.partition import Partition
 from trainer.core.settings import CoreSettings
 
-STATE = ("exp_avg", "exp_avg_sq")
+MOMENTS = ("exp_avg", "exp_avg_sq")
+"""Fields of `FlatState`, which have the same names in checkpoints."""
 
 
 @dataclass
 class FlatState:
-    """The fp32 master and moments of one flat tensor, each of ``Flat.numel`` elements."""
+    """The fp32 master and moments of one flat tensor, each of ``Flat.piece_numel`` elements."""
 
     master: Tensor
     exp_avg: Tensor
@@ -57,7 +58,7 @@ class OptimizerShard:
         self.states: list[FlatState] = []
         self._groups = groups
         self._settings = settings
-        masters = [torch.zeros(flat.numel, device=device) for flat in partition.flats]
+        masters = [torch.zeros(flat.piece_numel, device=device) for flat in partition.flats]
         for run in partition.runs_of_rank(rank):
             piece = get_initial(run.name).reshape(-1)[run.start : run.stop]
             masters[run.flat][run.offset : run.offset + run.numel] = piece

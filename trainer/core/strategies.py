@@ -13,7 +13,7 @@ _CLASSES = {
     "zero1": "zero1.Zero1Engine",
     "zero2": "zero2.Zero2Engine",
     "zero3": "zero3.Zero3Engine",
-    "fsdp": "fsdp1.FsdpEngine",
+    "fsdp": "fsdp1.Fsdp1Engine",
     "fsdp2": "fsdp2.Fsdp2Engine",
 }
 """Module and class by strategy; only the one that is used is imported."""

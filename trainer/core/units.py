@@ -91,7 +91,7 @@ class Unit:
                 member.parameter.data.untyped_storage().resize_(0)
             self.gathered = False
 
-    def update(self, values: dict[str, Tensor]) -> None:
+    def write(self, values: dict[str, Tensor]) -> None:
         """Set this rank's pieces (without padding) of the parameters that ``values`` names."""
         for member in self.members:
             if member.name in values:
@@ -99,7 +99,7 @@ class Unit:
                 self._shard[member.offset : member.offset + new.numel()].copy_(new)
 
     def get_piece(self, member: Member) -> Tensor:
-        """Return this rank's piece of a parameter, padding included."""
+        """Return this rank's piece of a parameter, padding included, for a checkpoint."""
         return self._shard[member.offset : member.offset + member.piece]
 
 
@@ -115,23 +115,17 @@ def split_into_units(
 ) -> Iterator[tuple[nn.Module, list[tuple[str, nn.Parameter]]]]:
     """Yield (module, its parameters) for each layer, then for the model with all that is left.
 
-    A parameter that a layer shares with anything outside it belongs to what is left.
+    A parameter that a layer shares with anything outside it belongs to what is left. Modules
+    without parameters of their own are left out.
     """
-    owners: dict[nn.Parameter, set[nn.Module]] = {}
-    layer_of = {
-        part: module
-        for module in model.modules()
-        if type(module) in layers
-        for part in module.modules()
-    }
+    units = [*(module for module in model.modules() if type(module) in layers), model]
+    layer_of = {part: layer for layer in units[:-1] for part in layer.modules()}
+    users: dict[nn.Parameter, set[nn.Module]] = {}
     for module in model.modules():
         for parameter in module.parameters(recurse=False):
-            owners.setdefault(parameter, set()).add(layer_of.get(module, model))
-    named = list(model.named_parameters())
-    for module in model.modules():
-        if type(module) in layers:
-            own = [(name, p) for name, p in named if owners[p] == {module}]
-            if own:
-                yield module, own
-    rest = [(name, p) for name, p in named if owners[p] == {model} or len(owners[p]) > 1]
-    yield model, rest
+            users.setdefault(parameter, set()).add(layer_of.get(module, model))
+    owner = {p: found.pop() if len(found) == 1 else model for p, found in users.items()}
+    for unit in units:
+        own = [(name, p) for name, p in model.named_parameters() if owner[p] is unit]
+        if own:
+            yield unit, own

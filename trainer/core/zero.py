@@ -10,7 +10,7 @@ What each of N ranks holds, with 16-bit parameters and gradients and fp32 master
     zero3         1/N          1/N         1/N
 
 A stage decides three things: where gradients go as the backward pass makes them
-(``_reduce_gradients``), how their sums reach the optimizer (``_collect_gradients``), and how new
+(``_end_microbatch``), how their sums reach the optimizer (``_collect_gradients``), and how new
 masters become parameters (``_write_parameters``, ``_exchange_parameters``).
 """
 
@@ -43,7 +43,7 @@ class ZeroEngine(Engine):
         self.model = build_model(settings).to(ranks.device)
         self.trainable = dict(list_trainable(self.model))
         shapes = {name: tuple(p.shape) for name, p in self.trainable.items()}
-        self.groups = make_param_groups(shapes.items(), settings)
+        self.groups = make_param_groups(self.model, settings)
         names = [group.names for group in self.groups]
         self.shard = OptimizerShard(
             self._partition_optimizer(names, shapes),
@@ -53,6 +53,7 @@ class ZeroEngine(Engine):
             torch.device("cpu") if settings.offload_optimizer == "cpu" else ranks.device,
             lambda name: self.trainable[name].detach(),
         )
+        # The masters have the fp32 values now. Buffers keep their dtype.
         for parameter in self.model.parameters():
             parameter.data = parameter.data.to(self.dtype)
         self.reducer = Reducer(
@@ -66,6 +67,7 @@ class ZeroEngine(Engine):
 
     @property
     def _optimizer_rank(self) -> int:
+        """Number of this rank's piece of the optimizer; ddp has one piece, number 0."""
         return self.ranks.rank
 
     @abstractmethod
@@ -110,13 +112,12 @@ class ZeroEngine(Engine):
                 self._write_parameters(index, state.master)
             self._exchange_parameters()
 
-    # The Engine protocol
-
-    def discard_gradients(self) -> None:
-        """Clear the sums and the gradients that autograd left, see Engine."""
+    def _clear_gradients(self) -> None:
         self.reducer.clear()
         for parameter in self.trainable.values():
             parameter.grad = None
+
+    # The full parameters
 
     def parameters(self) -> Iterator[tuple[str, Tensor]]:
         """Yield the masters of trainable and the values of frozen parameters, see Engine."""

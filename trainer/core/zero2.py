@@ -45,6 +45,6 @@ class Zero2Engine(ReplicatedEngine):
         self.reducer.add(self._bucket, self.active_ranks)
         self._bucket, self._bucket_numel = [], 0
 
-    def _reduce_gradients(self, *, last: bool) -> None:
+    def _end_microbatch(self, *, last: bool) -> None:
         del last
         self._reduce_bucket()

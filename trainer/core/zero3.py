@@ -38,28 +38,21 @@ class Zero3Engine(ZeroEngine):
 
     def __init__(self, settings: CoreSettings, ranks: Ranks) -> None:
         super().__init__(settings, ranks)
-        self._shard_device = (
-            torch.device("cpu") if settings.offload_param == "cpu" else ranks.device
-        )
+        shard_device = torch.device("cpu") if settings.offload_param == "cpu" else ranks.device
         self._backward = False
         self._gradients_done: Counter[Unit] = Counter()
         self.units: list[Unit] = []
         self._layers: list[Unit] = []
         layers = find_layer_classes(self.model)
-        for module, parameters in list(split_into_units(self.model, layers)):
-            if parameters:
-                unit = self._make_unit(parameters)
-                module.register_forward_pre_hook(partial(self._before_forward, unit))
-                if module is not self.model:
-                    self._layers.append(unit)
-                    module.register_forward_hook(partial(self._after_forward, unit))
-
-    def _make_unit(self, parameters: list[tuple[str, nn.Parameter]]) -> Unit:
-        unit = Unit(parameters, self.ranks, self._shard_device)
-        for parameter in unit.trainable:
-            parameter.register_post_accumulate_grad_hook(partial(self._after_gradient, unit))
-        self.units.append(unit)
-        return unit
+        for module, parameters in split_into_units(self.model, layers):
+            unit = Unit(parameters, ranks, shard_device)
+            self.units.append(unit)
+            module.register_forward_pre_hook(partial(self._before_forward, unit))
+            if module is not self.model:
+                self._layers.append(unit)
+                module.register_forward_hook(partial(self._after_forward, unit))
+            for parameter in unit.trainable:
+                parameter.register_post_accumulate_grad_hook(partial(self._after_gradient, unit))
 
     # Forward and backward
 
@@ -102,7 +95,7 @@ class Zero3Engine(ZeroEngine):
         for member in unit.members:
             member.parameter.grad = None
 
-    def _reduce_gradients(self, *, last: bool) -> None:
+    def _end_microbatch(self, *, last: bool) -> None:
         del last
         for unit in self.units:
             self._reduce_unit(unit)  # some units have parameters that the loss does not use
@@ -125,7 +118,7 @@ class Zero3Engine(ZeroEngine):
             if run.rank == self.ranks.rank
         }
         for unit in self.units:
-            unit.update(new)
+            unit.write(new)
 
     def _exchange_parameters(self) -> None:
         """Do nothing: the next forward pass gathers the pieces."""
@@ -133,12 +126,8 @@ class Zero3Engine(ZeroEngine):
     # Frozen parameters
 
     def _get_frozen(self, name: str) -> Tensor:
-        for unit in self.units:
-            if any(member.name == name for member in unit.members):
-                gathered = unit.gathered
-                unit.gather()
-                value = self.model.get_parameter(name).detach().to("cpu", copy=True)
-                if not gathered:
-                    unit.release()
-                return value
-        raise KeyError(name)
+        unit = next(each for each in self.units if any(m.name == name for m in each.members))
+        unit.gather()
+        value = self.model.get_parameter(name).detach().to("cpu", copy=True)
+        unit.release()
+        return value
