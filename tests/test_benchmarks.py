@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+
+from tests.judges import server
+from tests.support import forked
 
 FOLDER = Path(__file__).parents[1] / "benchmarks"
 PROGRAMS = {  # `{}` is a new directory
@@ -14,14 +17,11 @@ PROGRAMS = {  # `{}` is a new directory
     "casts": "",
     "crashes": "--kills 1 --only merge --out {}",
     "interrupts": "--points 1 --only diff --out {}",
-    "latency": (
-        "--place {} --size 2 --ranks 2 --milliseconds 1 --rows zero2-bf16 hf-fp32"
-        " --storages shim s3"
-    ),
+    "latency": "--place {} --size 2 --ranks 2 --milliseconds 1 --rows hf-fp32 --storages shim s3",
     "live": "{} 64 1 1 live",
-    "lora": "--layers 1 --rounds 1 --place {}",
+    "lora": "--hidden 64 --layers 1 --rounds 1 --place {}",
     "memory": "--place {} --sizes 2 --ranks 2",
-    "plan_at_scale": "fsdp2 2 --simulated",
+    "plan_at_scale": "zero3 4 --simulated",
     "quantised": "{} 1 1",
     "reduction": "--rounds 1 --strategies zero2",
     "run": "--size 2 --ranks 4 --rounds 1 --only merge-megatron --place {}",
@@ -44,9 +44,12 @@ def test_every_program_is_listed():
 @pytest.mark.judge
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_program(name, tmp_path):
+    """Run a program as a fork; it forks what it starts as ``python``, but not below LD_PRELOAD."""
     words = [word.format(tmp_path / "place") for word in PROGRAMS[name].split()]
+    python = forked.write_python(server.start_fork_server(server.DEEPSPEED), tmp_path)
     done = subprocess.run(
-        [sys.executable, str(FOLDER / f"{name}.py"), *words],
+        [python[forked.PYTHON], str(FOLDER / f"{name}.py"), *words],
+        env={**os.environ, **python},
         capture_output=True,
         text=True,
         check=False,

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import csv
 import re
+import shutil
 from collections import Counter
 from pathlib import Path
 
@@ -22,6 +23,7 @@ from tests.judges import (
     parallel_cases,
     torch_cases,
 )
+from tests.support import recording
 
 ROOT = Path(__file__).parents[1]
 TEXT = (ROOT / "docs" / "formats.md").read_text()
@@ -62,14 +64,6 @@ def test_what_is_refused_or_cannot_be_written_stands_there():
         apart = section if section in ("What is refused", "What cannot be written") else ""
         for name in names:
             assert verdict(CASES[file][name]) == apart, name
-
-
-def test_the_errors_of_what_cannot_be_written_are_quoted():
-    for cases in CASES.values():
-        for case in cases.values():
-            if verdict(case) == "What cannot be written":
-                _, _, error = case.expect.partition(": ")
-                assert error in TEXT, case.name
 
 
 def shown(text):
@@ -143,3 +137,19 @@ def test_the_page_of_hub_names_is_what_its_data_say():
     assert hub_page.PAGE.read_text() == hub_page.render(hub_page.read_rows()), (
         "run: python -m tests.hub_page"
     )
+
+
+def test_the_recording_shows_what_the_commands_print(tmp_path):
+    shutil.copytree(ROOT / "examples" / "llama-zero3-4ranks", tmp_path / "run")
+    screens = [(command, recording.run(command, tmp_path)) for command in recording.COMMANDS]
+    shown, stored = (
+        [line for line in text.splitlines() if ">time  " not in line]
+        for text in (recording.draw(screens), (ROOT / "docs" / "terminal.svg").read_text())
+    )
+    assert shown == stored, "run: python -m tests.support.recording docs/terminal.svg"
+
+
+def test_the_list_of_pages_for_language_models_has_every_page():
+    pages = re.findall(r": (\S+)\.md$", (ROOT / "mkdocs.yml").read_text(), re.MULTILINE)
+    listed = re.findall(r"\]\((\S+)\.html\)", (ROOT / "docs" / "llms.txt").read_text())
+    assert listed == pages

@@ -71,7 +71,7 @@ COMMANDS = (
     "verify run3/ --deep",
 )
 _FAILED = re.compile(r"^FAILED ([^:]+)::", re.MULTILINE)
-_SKIPPED = re.compile(r"^SKIPPED \[(\d+)\] ([^:]+):\S* (.+)$", re.MULTILINE)
+_SKIPPED = re.compile(r"^SKIPPED \[(\d+)\] [^:]+:\S* (.+)$", re.MULTILINE)
 _SUMMARY = re.compile(r"^(?:=+ )?(\d+ (?:passed|failed).*?) in [\d.]+s", re.MULTILINE)
 
 
@@ -231,11 +231,11 @@ def run_tests(python: Path, tree: Path, log: Path) -> dict[str, Any]:
 
 
 def list_skipped(text: str) -> list[str]:
-    """Return how many tests were skipped, in which file and why."""
+    """Return how many tests were skipped for each reason."""
     found = Counter[str]()
-    for count, name, reason in _SKIPPED.findall(text):
-        found[f"in `{name}` ({reason})"] += int(count)
-    return [f"{count} {which}" for which, count in sorted(found.items())]
+    for count, reason in _SKIPPED.findall(text):
+        found[reason] += int(count)
+    return [f"{count} ({reason})" for reason, count in sorted(found.items())]
 
 
 def describe_failures(text: str) -> str:

@@ -30,83 +30,55 @@ def compared(tmp_path, one, two):
 RUN = [line(5, 2.5), line(6, 2.25), line(7, 2.0)]
 
 
-def test_equal_losses_are_bitwise(tmp_path):
-    seen = compared(tmp_path, RUN, RUN)
-    assert seen.bitwise
-    assert seen.is_within(0.0)
-    assert (seen.steps, seen.alone) == ((5, 6, 7), ())
-    assert seen.grad_norm is None
-    assert seen.parameters is None
-
-
-def test_the_last_bit_is_seen(tmp_path):
-    seen = compared(tmp_path, RUN, [*RUN[:2], line(7, math.nextafter(2.0, 3))])
-    assert not seen.bitwise
-    assert not seen.is_within(0.0)
-    assert seen.is_within(1e-15)
-    assert (seen.loss.at, seen.loss.max_rel) == (7, 2**-51 / math.nextafter(2.0, 3))
-
-
-def test_decimals_are_no_bits(tmp_path):
-    plain = [{"step": 5, "loss": 2.5}]
-    seen = compared(tmp_path, plain, plain)
-    assert seen.is_within(0.0)
-    assert not seen.bitwise
-
-
-def test_hex_is_believed_over_decimals(tmp_path):
-    rounded = [{"step": 5, "loss": 2.5, "loss_hex": (2.5000001).hex()}]
-    assert compared(tmp_path, rounded, [line(5, 2.5000001)]).bitwise
+LAST_BIT = math.nextafter(2.0, 3)
+ROUNDED = [{"step": 5, "loss": 2.5, "loss_hex": (2.5000001).hex()}]
+NORM = line(7, 2.0, grad_norm=1.25, grad_norm_hex=(1.25).hex())
+INFINITE = line(7, 2.0, grad_norm=None, grad_norm_hex="inf")
+HASHED = [*RUN, {"parameter_hash": "ab"}]
+BROKEN = [*RUN[:2], {"step": 7, "loss": None}]
 
 
 @pytest.mark.parametrize(
-    "end",
-    [line(7, 2.0, grad_norm=1.5), line(7, 2.0, grad_norm=None, grad_norm_hex="inf")],
+    ("one", "two", "bitwise", "equal"),
+    [
+        (RUN, RUN, True, True),
+        (RUN, [*RUN[:2], line(7, LAST_BIT)], False, False),
+        ([{"step": 5, "loss": 2.5}], [{"step": 5, "loss": 2.5}], False, True),  # no bits
+        (ROUNDED, [line(5, 2.5000001)], True, True),  # hex is believed
+        ([*RUN[:2], NORM], [*RUN[:2], line(7, 2.0, grad_norm=1.5)], False, True),
+        ([*RUN[:2], NORM], [*RUN[:2], INFINITE], False, True),
+        ([*RUN[:2], NORM], RUN, True, True),  # one log has no norm
+        (HASHED, HASHED, True, True),
+        (HASHED, [*RUN, {"parameter_hash": "cd"}], False, True),
+        (HASHED, RUN, True, True),
+        (RUN, RUN[:2], False, False),  # a step that one run lacks
+        (BROKEN, BROKEN, False, False),
+        (RUN, BROKEN, False, False),
+    ],
 )
-def test_another_gradient_norm_denies_the_bits_alone(tmp_path, end):
-    seen = compared(
-        tmp_path,
-        [*RUN[:2], line(7, 2.0, grad_norm=1.25, grad_norm_hex=(1.25).hex())],
-        [*RUN[:2], end],
-    )
-    assert not seen.bitwise
-    assert seen.is_within(0.0)
+def test_what_two_logs_show_of_each_other(tmp_path, one, two, bitwise, equal):
+    seen = compared(tmp_path, one, two)
+    assert (seen.bitwise, seen.is_within(0.0)) == (bitwise, equal)
 
 
-def test_a_norm_that_one_log_lacks_is_not_compared(tmp_path):
-    seen = compared(tmp_path, [line(5, 2.5, grad_norm=1.0)], [line(5, 2.5)])
-    assert seen.grad_norm is None
-    assert seen.bitwise
-
-
-@pytest.mark.parametrize(("other", "equal"), [("ab", True), ("cd", False), (None, None)])
-def test_other_parameters_deny_the_bits(tmp_path, other, equal):
-    end = [{"parameter_hash": other}] if other else []
-    seen = compared(tmp_path, [*RUN, {"parameter_hash": "ab"}], [*RUN, *end])
-    assert seen.parameters is equal
-    assert seen.bitwise is (equal is not False)
+def test_distances_and_steps_are_told(tmp_path):
+    near = compared(tmp_path, RUN, [*RUN[:2], line(7, LAST_BIT)])
+    assert (near.loss.at, near.loss.max_rel) == (7, 2**-51 / LAST_BIT)
+    assert near.is_within(1e-15)
+    assert (near.steps, near.alone, near.grad_norm, near.parameters) == ((5, 6, 7), (), None, None)
+    assert compared(tmp_path, RUN, RUN[:2]).alone == (7,)
+    assert not compared(tmp_path, RUN, RUN[:2]).is_within(0.5)
+    assert compared(tmp_path, BROKEN, BROKEN).loss.not_finite == (7,)
+    assert not compared(tmp_path, BROKEN, BROKEN).is_within(0.5)
+    assert compared(tmp_path, RUN, BROKEN).loss.max_rel == math.inf
+    assert compared(tmp_path, HASHED, HASHED).parameters is True
 
 
 def test_parameters_of_another_step_are_none(tmp_path):
-    longer = series(tmp_path, *RUN, {"parameter_hash": "ab"})
+    longer = series(tmp_path, *HASHED)
     assert longer.between(4, 7).parameter_hash == "ab"
     assert longer.between(4, 6).parameter_hash is None
     assert [point.step for point in longer.between(5, 6).points] == [6]
-
-
-def test_a_step_that_one_run_lacks_is_no_trajectory(tmp_path):
-    seen = compared(tmp_path, RUN, RUN[:2])
-    assert seen.alone == (7,)
-    assert not seen.is_within(0.5)
-
-
-def test_losses_that_are_not_finite_show_nothing(tmp_path):
-    broken = [*RUN[:2], {"step": 7, "loss": None}]
-    seen = compared(tmp_path, broken, broken)
-    assert seen.loss.not_finite == (7,)
-    assert not seen.is_within(0.5)
-    assert not seen.bitwise
-    assert compared(tmp_path, RUN, broken).loss.max_rel == math.inf
 
 
 def test_no_common_step_is_an_error(tmp_path):

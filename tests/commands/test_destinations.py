@@ -42,25 +42,10 @@ def test_a_link_to_a_file_is_replaced_and_its_target_stays(plain, tmp_path, targ
     assert [path.name for path in blob.parent.iterdir()] == [target]
 
 
-def test_a_link_to_a_directory_is_followed(plain, tmp_path):
-    (tmp_path / "large disk").mkdir()
-    (tmp_path / "out").symlink_to("large disk")
-    reshard.merge(plain, tmp_path / "out")
-    assert (tmp_path / "large disk" / "model.safetensors").is_file()
-    assert (tmp_path / "out").is_symlink()
-
-
 def test_a_name_that_is_too_long_for_the_partial_output_is_refused(plain, tmp_path):
     with pytest.raises(UsageError, match="name that is too long: 9 characters are added"):
         reshard.merge(plain, tmp_path / ("a" * 250))
     assert list(tmp_path.iterdir()) == [plain]
-
-
-def test_a_file_in_place_of_the_directory_above_is_not_to_be_created(plain, tmp_path):
-    (tmp_path / "file").touch()
-    with pytest.raises(UsageError, match="no directory") as caught:
-        reshard.merge(plain, tmp_path / "file" / "out")
-    assert caught.value.remedy == "choose another path"
 
 
 def test_a_number_of_ranks_that_no_run_has_is_refused(plain, tmp_path):

@@ -9,7 +9,6 @@ import torch
 
 import reshard
 from reshard.commands import forecast as forecasts
-from reshard.core.manifest import SourceFile
 from reshard.tensors.averages.mean import count_worker_nbytes
 
 
@@ -57,25 +56,6 @@ def test_a_forecast_has_the_memory_in_which_means_are_computed(options, source, 
     merged, mean = needed[0] - one.bytes_read, needed[1] - two.bytes_read
     # The windows of the two layouts differ by some kilobytes.
     assert mean == pytest.approx(merged + 2 * count_worker_nbytes(2), rel=0.01)
-
-
-def test_a_split_has_a_forecast(source, tmp_path):
-    report = reshard.split(
-        source, tmp_path / "out", to="dcp", world_size=2, init_optimizer="none", dry_run=True
-    )
-    assert report.forecast.bytes_written == report.bytes_written
-    assert not (tmp_path / "out").exists()
-
-
-def test_blocks_are_spread_over_all_files():
-    files = [SourceFile("a", 300 << 20), SourceFile("b", 0), SourceFile("c", 100 << 20)]
-    blocks = list(forecasts._choose_blocks(files))
-    assert 60 <= len(blocks) <= 65
-    assert {path for path, _, _ in blocks} == {"a", "c"}
-    sizes = {file.path: file.nbytes for file in files}
-    assert all(offset + nbytes <= sizes[path] for path, offset, nbytes in blocks)
-    small = list(forecasts._choose_blocks([SourceFile("x", 10), SourceFile("y", 20)]))
-    assert small == [("x", 0, 10)]
 
 
 def test_without_a_rate_the_time_is_not_known():

@@ -10,7 +10,7 @@ from safetensors.torch import load_file, save_file
 
 import reshard
 from reshard.core import keys
-from reshard.errors import ExistsError, IncompleteError, UsageError
+from reshard.errors import ExistsError, IncompleteError, UnsupportedError, UsageError
 
 TRAINED = {"model.a.weight": torch.arange(6.0).view(2, 3), "model.b.weight": torch.ones(3)}
 BASE = {
@@ -77,6 +77,14 @@ def test_another_model_is_refused(source, tmp_path, tensors, words):
     with pytest.raises(UsageError, match=words):
         reshard.merge(source, tmp_path / "out.safetensors", fill_missing_from=base)
     assert not (tmp_path / "out.safetensors").exists()
+
+
+def test_codes_outside_of_safetensors_are_no_weights_of_a_base(source, tmp_path):
+    codes = torch.ones(4, 4).to(torch.float8_e4m3fn)
+    tensors = {**BASE, "model.d.weight": codes, "model.d.weight_scale_inv": torch.ones(1, 1)}
+    torch.save(tensors, tmp_path / "base.bin")
+    with pytest.raises(UnsupportedError, match=r"'model.d.weight' \(float8_e4m3fn\).*safetensors"):
+        reshard.merge(source, tmp_path / "out", fill_missing_from=tmp_path / "base.bin")
 
 
 def test_a_base_is_never_written_to(source, tmp_path):

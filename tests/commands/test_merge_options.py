@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import zipfile
 from functools import partial
 from pathlib import Path
 
@@ -19,11 +18,11 @@ from reshard.errors import (
     CorruptError,
     DifferentError,
     ExistsError,
-    IncompleteError,
     ResourceError,
     UsageError,
 )
 from reshard.system import files
+from tests.support.directories import read_files
 
 EMBED, HEAD, NORM = "model.embed_tokens.weight", "lm_head.weight", "model.norm.weight"
 CONFIG = {"model_type": "llama", "torch_dtype": "float32", "vocab_size": 99, "hidden_size": 4}
@@ -113,39 +112,8 @@ def test_every_kind_of_file_holds_the_same_tensors(plain, tmp_path, suffix):
     reshard.merge(plain, out)
     loaded = load_file(out) if suffix == ".safetensors" else torch.load(out, weights_only=True)
     assert same(loaded, weights())
-
-
-def test_one_safetensors_file_is_what_save_file_writes(tmp_path):
-    torch.save(weights(), tmp_path / "x.pt")
-    reshard.merge(tmp_path / "x.pt", tmp_path / "out.safetensors")
-    save_file(weights(), tmp_path / "wanted.safetensors", metadata={"format": "pt"})
-    wanted = (tmp_path / "wanted.safetensors").read_bytes()
-    assert (tmp_path / "out.safetensors").read_bytes() == wanted
-
-
-def test_a_shard_of_a_directory_is_what_save_file_writes(plain, tmp_path):
-    reshard.merge(plain, tmp_path / "model")
-    save_file(weights(), tmp_path / "wanted.safetensors", metadata={"format": "pt"})
-    made = (tmp_path / "model" / "model.safetensors").read_bytes()
-    assert made == (tmp_path / "wanted.safetensors").read_bytes()
-
-
-def test_a_torch_file_has_the_right_crc_of_every_member(plain, tmp_path):
-    reshard.merge(plain, tmp_path / "out.pt", dtype="bf16")
-    with zipfile.ZipFile(tmp_path / "out.pt") as archive:
-        assert archive.testzip() is None
-        assert len(archive.namelist()) > len(weights())
-
-
-def test_a_torch_file_can_be_mapped(plain, tmp_path):
-    reshard.merge(plain, tmp_path / "out.pt")
-    assert same(torch.load(tmp_path / "out.pt", weights_only=True, mmap=True), weights())
-
-
-def test_a_torch_file_keeps_the_order_of_names(tmp_path):
-    torch.save(weights(), tmp_path / "x.pt")
-    reshard.merge(tmp_path / "x.pt", tmp_path / "out.pt")
-    assert list(torch.load(tmp_path / "out.pt")) == list(weights())
+    if suffix != ".safetensors":
+        assert list(loaded) == list(load_file(plain))
 
 
 @pytest.mark.parametrize("name", ["out.safetensors", "out.pt", "model"])
@@ -159,12 +127,6 @@ def test_bytes_do_not_depend_on_workers_or_memory(plain, tmp_path, name, dtype):
         files = sorted(out.iterdir()) if out.is_dir() else [out]
         made.add(b"".join(path.read_bytes() for path in files))
     assert len(made) == 1
-
-
-def test_merging_twice_changes_nothing(plain, tmp_path):
-    reshard.merge(plain, tmp_path / "one.pt")
-    reshard.merge(tmp_path / "one.pt", tmp_path / "two.safetensors")
-    assert same(load_file(tmp_path / "two.safetensors"), weights())
 
 
 def test_a_source_that_is_written_to_while_it_is_read_is_refused(tmp_path, monkeypatch):
@@ -220,34 +182,30 @@ def test_a_cast_is_that_of_torch_and_spares_integers(plain, tmp_path, dtype, wan
     assert same(load_file(tmp_path / "out.safetensors"), expected)
 
 
-@pytest.mark.parametrize("dtype", [None, "keep"])
-def test_mixed_dtypes_stay_as_they_are(tmp_path, dtype):
-    mixed = {"a": torch.ones(3).bfloat16(), "b": torch.ones(3), "c": torch.ones(3).half()}
-    save_file(mixed, tmp_path / "x.safetensors")
-    reshard.merge(tmp_path / "x.safetensors", tmp_path / "out.safetensors", dtype=dtype)
-    assert same(load_file(tmp_path / "out.safetensors"), mixed)
-
-
-@pytest.mark.parametrize("dtype", ["int8", "nonsense", "", "bool"])
-def test_a_dtype_that_is_no_float_is_refused(plain, tmp_path, dtype):
+@pytest.mark.parametrize(
+    "option",
+    [
+        *({"dtype": name} for name in ("int8", "nonsense", "", "bool")),
+        {"tied": "maybe"},
+        {"on_overflow": "ignore"},
+        {"keep_fp32": ["nothing"]},
+    ],
+)
+def test_a_value_that_no_option_has_is_refused(plain, tmp_path, option):
     with pytest.raises(UsageError):
-        reshard.merge(plain, tmp_path / "out.safetensors", dtype=dtype)
+        reshard.merge(plain, tmp_path / "out.safetensors", **option)
+    assert names_in(tmp_path) == {"plain.safetensors"}
 
 
-def test_keep_fp32_spares_what_it_names(plain, tmp_path):
-    report = reshard.merge(
-        plain, tmp_path / "out.safetensors", dtype="bf16", keep_fp32=[r"\.bias$", "^scalar$"]
-    )
-    found = {k: v.dtype for k, v in load_file(tmp_path / "out.safetensors").items()}
-    assert sorted(report.kept_fp32) == ["a.bias", "scalar"]
-    assert {k for k, v in found.items() if v == torch.float32} == {"a.bias", "scalar"}
-
-
-def test_keep_fp32_widens_what_is_stored_narrow(tmp_path):
-    save_file({"a": torch.ones(3).bfloat16(), "n": torch.arange(2)}, tmp_path / "x.safetensors")
-    reshard.merge(tmp_path / "x.safetensors", tmp_path / "out.safetensors", keep_fp32=["."])
-    found = load_file(tmp_path / "out.safetensors")
-    assert (found["a"].dtype, found["n"].dtype) == (torch.float32, torch.int64)
+def test_keep_fp32_spares_what_it_names_and_widens_it(plain, tmp_path):
+    reshard.merge(plain, tmp_path / "bf16.safetensors", dtype="bf16")
+    kept = {"dtype": "bf16", "keep_fp32": [r"\.bias$", "^scalar$", "steps"]}
+    for source in (plain, tmp_path / "bf16.safetensors"):
+        report = reshard.merge(source, tmp_path / "out.safetensors", overwrite=True, **kept)
+        found = {k: v.dtype for k, v in load_file(tmp_path / "out.safetensors").items()}
+        assert sorted(report.kept_fp32) == ["a.bias", "scalar"]
+        assert {k for k, v in found.items() if v == torch.float32} == {"a.bias", "scalar"}
+        assert found["steps"] == torch.int64
 
 
 @pytest.mark.parametrize("dtype", ["fp8", "float8_e4m3fn", "MXFP4"])
@@ -285,11 +243,6 @@ def test_blocks_of_fp8_need_linear_layers_that_a_config_states(tmp_path, options
         reshard.merge(tmp_path / "x.safetensors", out, quantise="fp8-block", **{**options, **paths})
 
 
-def test_keep_fp32_that_matches_nothing_is_refused(plain, tmp_path):
-    with pytest.raises(UsageError, match="matches no weight"):
-        reshard.merge(plain, tmp_path / "out.safetensors", keep_fp32=["nothing"])
-
-
 LARGE = {"big": torch.tensor([1.0, 7e4, -1e9, float("inf"), float("-inf"), float("nan")])}
 
 
@@ -306,25 +259,16 @@ def test_overflow_is_an_error_that_names_and_counts(large, tmp_path):
     assert names_in(tmp_path) == {"large.safetensors"}
 
 
-def test_overflow_clamps_to_the_largest_finite_value(large, tmp_path):
-    report = reshard.merge(large, tmp_path / "o.safetensors", dtype="fp16", on_overflow="clamp")
+@pytest.mark.parametrize("policy", ["clamp", "allow"])
+def test_overflow_is_clamped_to_the_largest_finite_value_or_allowed(large, tmp_path, policy):
+    report = reshard.merge(large, tmp_path / "o.safetensors", dtype="fp16", on_overflow=policy)
     found = load_file(tmp_path / "o.safetensors")["big"]
-    assert found[:5].tolist() == [1.0, 65504.0, -65504.0, float("inf"), float("-inf")]
+    wanted = LARGE["big"].clamp(-65504, 65504).where(LARGE["big"].isfinite(), LARGE["big"])
+    wanted = (wanted if policy == "clamp" else LARGE["big"]).half()
+    assert torch.equal(found[:5], wanted[:5])
     assert found[5].isnan()
     assert report.overflowed == {"big": 2}
     assert any(line.split() == ["overflowed", "big:", "2", "values"] for line in report.lines())
-
-
-def test_overflow_allowed_is_what_torch_writes(large, tmp_path):
-    report = reshard.merge(large, tmp_path / "o.safetensors", dtype="fp16", on_overflow="allow")
-    found = load_file(tmp_path / "o.safetensors")["big"]
-    assert torch.equal(found[:5], LARGE["big"].half()[:5])
-    assert report.overflowed == {"big": 2}
-
-
-def test_overflow_is_spared_by_keep_fp32(large, tmp_path):
-    reshard.merge(large, tmp_path / "o.safetensors", dtype="fp16", keep_fp32=["^big$"])
-    assert torch.equal(load_file(tmp_path / "o.safetensors")["big"][:5], LARGE["big"][:5])
 
 
 def test_values_that_become_zero_are_counted(tmp_path):
@@ -337,63 +281,39 @@ def test_values_that_become_zero_are_counted(tmp_path):
 
 
 WRAPPED = {
-    "module.model._orig_mod.layers.0._checkpoint_wrapped_module.w": torch.ones(2),
-    "module.model.module": torch.zeros(3),
+    "module.model._orig_mod.layers.0._checkpoint_wrapped_module.w": "model.layers.0.w",
+    "module.model.module": "model.module",
 }
 
 
-@pytest.fixture
-def wrapped(tmp_path) -> Path:
-    save_file(WRAPPED, tmp_path / "wrapped.safetensors")
-    return tmp_path / "wrapped.safetensors"
+@pytest.mark.parametrize("strip", [True, False])
+def test_wrappers_go_at_any_depth_and_are_reported(tmp_path, strip):
+    save_file({name: torch.ones(2) for name in WRAPPED}, tmp_path / "x.safetensors")
+    edits = Edits(strip_wrappers=strip)
+    report = reshard.merge(tmp_path / "x.safetensors", tmp_path / "o.safetensors", edits=edits)
+    wanted = set(WRAPPED.values() if strip else WRAPPED)
+    assert load_file(tmp_path / "o.safetensors").keys() == wanted
+    assert dict(report.stripped).keys() == (WRAPPED.keys() if strip else set())
 
 
-def test_wrappers_go_at_any_depth_and_are_reported(wrapped, tmp_path):
-    report = reshard.merge(wrapped, tmp_path / "o.safetensors")
-    assert load_file(tmp_path / "o.safetensors").keys() == {"model.layers.0.w", "model.module"}
-    assert dict(report.stripped).keys() == WRAPPED.keys()
-
-
-def test_no_strip_keeps_every_name(wrapped, tmp_path):
-    reshard.merge(wrapped, tmp_path / "o.safetensors", edits=Edits(strip_wrappers=False))
-    assert load_file(tmp_path / "o.safetensors").keys() == WRAPPED.keys()
-
-
-@pytest.fixture
-def colliding(tmp_path) -> Path:
-    save_file({"_orig_mod.a.w": torch.ones(2), "a.w": torch.zeros(3)}, tmp_path / "c.safetensors")
-    return tmp_path / "c.safetensors"
-
-
-def test_a_collision_by_stripping_is_refused(colliding, tmp_path):
-    with pytest.raises(
-        UsageError, match=r"(?s)'_orig_mod.a.w' and 'a.w'|'a.w' and '_orig_mod.a.w'"
-    ):
-        reshard.merge(colliding, tmp_path / "o.safetensors")
+def test_a_collision_by_stripping_is_refused_and_solved_by_no_strip(tmp_path):
+    source = tmp_path / "c.safetensors"
+    save_file({"_orig_mod.a.w": torch.ones(2), "a.w": torch.zeros(3)}, source)
+    with pytest.raises(UsageError, match=r"(?s)'_orig_mod.a.w'.*'a.w'|'a.w'.*'_orig_mod.a.w'"):
+        reshard.merge(source, tmp_path / "o.safetensors")
     assert names_in(tmp_path) == {"c.safetensors"}
-
-
-def test_a_collision_is_solved_by_no_strip(colliding, tmp_path):
-    reshard.merge(colliding, tmp_path / "o.safetensors", edits=Edits(strip_wrappers=False))
+    reshard.merge(source, tmp_path / "o.safetensors", edits=Edits(strip_wrappers=False))
     assert len(load_file(tmp_path / "o.safetensors")) == 2
 
 
-def test_a_collision_by_renaming_is_refused(plain, tmp_path):
-    with pytest.raises(UsageError, match="would get this name"):
-        reshard.merge(plain, tmp_path / "o.safetensors", edits=Edits(rename=[("^[az]", "b")]))
-
-
-def test_a_rename_onto_a_tied_name_is_refused(tied, tmp_path):
-    with pytest.raises(UsageError, match="would get this name"):
-        reshard.merge(tied, tmp_path / "o.safetensors", edits=Edits(rename=[(f"^{NORM}$", HEAD)]))
-
-
-def test_renames_apply_in_order_with_groups(plain, tmp_path):
-    edits = Edits(rename=[(r"^(a|z)\.", r"layer.\1."), ("layer.z", "last")])
+def test_renames_apply_in_order_with_groups_before_the_choice_of_names(plain, tmp_path):
+    renames = [(r"^(a|z)\.", r"layer.\1."), ("layer.z", "last")]
+    edits = Edits(rename=renames, include=["weight$", "^last", "bias"], exclude=["bias$"])
     report = reshard.merge(plain, tmp_path / "o.safetensors", edits=edits)
-    found = load_file(tmp_path / "o.safetensors")
-    assert {"layer.a.weight", "layer.a.bias", "last.weight"} <= found.keys()
+    assert load_file(tmp_path / "o.safetensors").keys() == {"layer.a.weight", "last.weight"}
     assert ("z.weight", "last.weight") in report.renamed
+    others = weights().keys() - {"z.weight", "a.weight", "a.bias"}
+    assert set(report.excluded) == {*others, "layer.a.bias"}
 
 
 def test_patterns_that_match_nothing_are_named(plain, tmp_path):
@@ -403,30 +323,27 @@ def test_patterns_that_match_nothing_are_named(plain, tmp_path):
     assert [text.split(":")[0] for text in said] == ["--rename none=x", "--exclude noo"]
 
 
-@pytest.mark.parametrize("rename", [("(", "x"), ("a", r"\9"), ("^.*$", "")])
-def test_a_rename_that_makes_no_sense_is_refused(plain, tmp_path, rename):
-    with pytest.raises(UsageError):
-        reshard.merge(plain, tmp_path / "o.safetensors", edits=Edits(rename=[rename]))
+@pytest.mark.parametrize(
+    ("edits", "match"),
+    [
+        ({"rename": [("(", "x")]}, None),
+        ({"rename": [("a", r"\9")]}, None),
+        ({"rename": [("^.*$", "")]}, None),
+        ({"rename": [("^[az]", "b")]}, "would get this name"),
+        ({"rename": [("^scalar$", "__metadata__")]}, "safetensors can store"),
+        ({"exclude": ["."]}, "none of the 7 tensors"),
+        ({"include": ["nothing"]}, "none of the 7 tensors"),
+    ],
+)
+def test_edits_of_names_that_make_no_sense_are_refused(plain, tmp_path, edits, match):
+    with pytest.raises(UsageError, match=match):
+        reshard.merge(plain, tmp_path / "o.safetensors", edits=Edits(**edits))
     assert names_in(tmp_path) == {"plain.safetensors"}
 
 
-@pytest.mark.parametrize("name", ["__metadata__"])
-def test_a_name_that_safetensors_cannot_hold_is_refused(plain, tmp_path, name):
-    edits = Edits(rename=[(r"^scalar$", name)])
-    with pytest.raises(UsageError, match="safetensors can store"):
-        reshard.merge(plain, tmp_path / "o.safetensors", edits=edits)
-
-
-def test_include_and_exclude_choose_by_the_new_names(plain, tmp_path):
-    edits = Edits(rename=[("^z", "layer")], include=["weight$", "^layer"], exclude=["^a"])
-    report = reshard.merge(plain, tmp_path / "o.safetensors", edits=edits)
-    assert load_file(tmp_path / "o.safetensors").keys() == {"layer.weight"}
-    assert set(report.excluded) == weights().keys() - {"z.weight"}
-
-
-def test_excluding_everything_is_refused(plain, tmp_path):
-    with pytest.raises(UsageError, match="none of the 7 tensors"):
-        reshard.merge(plain, tmp_path / "o.safetensors", edits=Edits(exclude=["."]))
+def test_a_rename_onto_a_tied_name_is_refused(tied, tmp_path):
+    with pytest.raises(UsageError, match="would get this name"):
+        reshard.merge(tied, tmp_path / "o.safetensors", edits=Edits(rename=[(f"^{NORM}$", HEAD)]))
 
 
 # ----------------------------------------------------------------------------------------- tied
@@ -472,66 +389,40 @@ def test_the_config_says_whether_the_head_is_written(
     assert config_of(tmp_path / "out")["tie_word_embeddings"] == after
 
 
-def separate_head(tmp_path, head: torch.Tensor) -> Path:
-    """Write a model whose head has a storage of its own."""
-    path = tmp_path / "separate.safetensors"
-    save_file({EMBED: torch.arange(32.0).reshape(8, 4), HEAD: head}, path)
-    return path
-
-
-def test_a_declared_tie_drops_an_equal_head(tmp_path, hf):
-    source = separate_head(tmp_path, torch.arange(32.0).reshape(8, 4))
+@pytest.mark.parametrize(
+    ("is_equal", "policy", "kept"),
+    [(True, "auto", {EMBED}), (False, "keep", {EMBED, HEAD}), (False, "drop", {EMBED})],
+)
+def test_a_declared_tie_of_two_storages_is_compared(tmp_path, hf, is_equal, policy, kept):
+    embedding, source = torch.arange(32.0).reshape(8, 4), tmp_path / "separate.safetensors"
+    head = embedding.clone()
+    head[1, 1] += 0 if is_equal else 1
+    save_file({EMBED: embedding, HEAD: head}, source)
     model = hf(tie_word_embeddings=True)
-    report = reshard.merge(source, tmp_path / "out", hf_dir=model)
-    assert tensors_of(tmp_path / "out").keys() == {EMBED}
-    assert report.dropped_aliases == {HEAD: EMBED}
-
-
-def test_a_declared_tie_of_different_heads_is_refused(tmp_path, hf):
-    head = torch.arange(32.0).reshape(8, 4)
-    head[1, 1] = -1
-    source, model = separate_head(tmp_path, head), hf(tie_word_embeddings=True)
-    with pytest.raises(DifferentError, match="element 5"):
-        reshard.merge(source, tmp_path / "out", hf_dir=model)
-    assert not (tmp_path / "out").exists()
-
-
-def test_different_heads_can_both_be_kept(tmp_path, hf):
-    source, model = separate_head(tmp_path, torch.zeros(8, 4)), hf(tie_word_embeddings=True)
-    reshard.merge(source, tmp_path / "out", hf_dir=model, tied="keep")
-    assert tensors_of(tmp_path / "out").keys() == {EMBED, HEAD}
-    assert config_of(tmp_path / "out")["tie_word_embeddings"] is False
-
-
-def test_a_different_head_can_be_dropped_on_demand(tmp_path, hf):
-    source, model = separate_head(tmp_path, torch.zeros(8, 4)), hf(tie_word_embeddings=True)
-    report = reshard.merge(source, tmp_path / "out", hf_dir=model, tied="drop")
-    assert tensors_of(tmp_path / "out").keys() == {EMBED}
-    assert any(HEAD in text and "differs" in text for text in report.warnings)
+    if not is_equal:
+        with pytest.raises(DifferentError, match="element 5"):
+            reshard.merge(source, tmp_path / "out", hf_dir=model)
+        assert not (tmp_path / "out").exists()
+    report = reshard.merge(source, tmp_path / "out", hf_dir=model, tied=policy)
+    assert tensors_of(tmp_path / "out").keys() == kept
+    assert config_of(tmp_path / "out")["tie_word_embeddings"] is (HEAD not in kept)
+    if is_equal:
+        assert report.dropped_aliases == {HEAD: EMBED}
+    elif policy == "drop":
+        assert any(HEAD in text and "differs" in text for text in report.warnings)
 
 
 @pytest.mark.parametrize("policy", ["auto", "keep", "drop"])
-def test_an_excluded_alias_is_never_written(tied, tmp_path, policy):
-    edits = Edits(exclude=["^lm_head"])
-    reshard.merge(tied, tmp_path / "o.safetensors", tied=policy, edits=edits)
-    assert load_file(tmp_path / "o.safetensors").keys() == {EMBED, NORM}
-
-
-@pytest.mark.parametrize("policy", ["auto", "keep", "drop"])
-def test_an_alias_is_not_lost_with_the_name_that_held_its_value(tied, tmp_path, policy):
-    edits = Edits(exclude=["embed_tokens"])
+@pytest.mark.parametrize(("excluded", "kept"), [(HEAD, EMBED), (EMBED, HEAD)])
+def test_of_two_names_one_can_be_excluded(tied, tmp_path, policy, excluded, kept):
+    edits = Edits(exclude=[f"^{excluded}$"])
     reshard.merge(tied, tmp_path / "o.safetensors", tied=policy, edits=edits)
     found = load_file(tmp_path / "o.safetensors")
-    assert found.keys() == {HEAD, NORM}
-    assert torch.equal(found[HEAD], torch.arange(32.0).reshape(8, 4))
+    assert found.keys() == {kept, NORM}
+    assert torch.equal(found[kept], torch.arange(32.0).reshape(8, 4))
 
 
 # --------------------------------------------------------------------------- the model directory
-
-
-def test_one_shard_has_no_index(plain, tmp_path):
-    reshard.merge(plain, tmp_path / "out")
-    assert names_in(tmp_path / "out") == {"model.safetensors"}
 
 
 def test_shards_stay_below_the_limit_and_the_index_is_right(plain, tmp_path):
@@ -550,27 +441,8 @@ def test_shards_stay_below_the_limit_and_the_index_is_right(plain, tmp_path):
     total = len(set(index["weight_map"].values()))
     numbered = {f"model-{n:05d}-of-{total:05d}.safetensors" for n in range(1, total + 1)}
     assert names_in(tmp_path / "out") == {*numbered, "model.safetensors.index.json"}
-
-
-def test_shards_are_read_back_as_one_model(plain, tmp_path):
-    reshard.merge(plain, tmp_path / "out", max_shard_bytes=1)
     reshard.merge(tmp_path / "out", tmp_path / "again.safetensors")
     assert same(load_file(tmp_path / "again.safetensors"), weights())
-
-
-def test_a_shard_that_is_missing_is_named(plain, tmp_path):
-    reshard.merge(plain, tmp_path / "out", max_shard_bytes=300)
-    gone = min((tmp_path / "out").glob("*.safetensors"))
-    gone.unlink()
-    with pytest.raises(IncompleteError, match=gone.name):
-        reshard.merge(tmp_path / "out", tmp_path / "again.safetensors")
-
-
-def test_a_shard_without_its_index_is_not_taken_for_the_model(tmp_path):
-    (tmp_path / "half").mkdir()
-    save_file({"a": torch.ones(2)}, tmp_path / "half" / "model-00001-of-00002.safetensors")
-    with pytest.raises((UsageError, IncompleteError), match="of-00002"):
-        reshard.merge(tmp_path / "half", tmp_path / "o.safetensors")
 
 
 def test_hf_dir_gives_the_files_of_a_model_and_nothing_else(tied, tmp_path, hf):
@@ -595,20 +467,9 @@ def test_config_that_is_right_is_not_changed(tied, tmp_path, hf):
     assert (report.changes, config_of(tmp_path / "out")) == ([], config_of(model))
 
 
-def test_config_beside_the_checkpoint_is_found(tied, tmp_path):
-    (tied.parent / "config.json").write_text(json.dumps(CONFIG | {"vocab_size": 8}))
-    reshard.merge(tied, tmp_path / "out")
-    assert config_of(tmp_path / "out")["model_type"] == "llama"
-
-
-def test_a_broken_config_does_not_stop_a_merge_to_one_file(tied, tmp_path):
+def test_a_broken_config_beside_the_checkpoint_stops_a_merge_to_a_directory(tied, tmp_path):
     (tied.parent / "config.json").write_text("// not JSON")
     reshard.merge(tied, tmp_path / "o.safetensors")
-    assert (tmp_path / "o.safetensors").is_file()
-
-
-def test_a_broken_config_stops_a_merge_to_a_directory(tied, tmp_path):
-    (tied.parent / "config.json").write_text("// not JSON")
     with pytest.raises(CorruptError, match=r"config\.json"):
         reshard.merge(tied, tmp_path / "out")
     assert not (tmp_path / "out").exists()
@@ -620,84 +481,54 @@ def test_hf_dir_without_a_config_is_refused(tied, tmp_path, place):
         reshard.merge(tied, tmp_path / "out", hf_dir=tmp_path / place)
 
 
-def test_a_model_directory_becomes_itself_in_another_dtype(tied, tmp_path, hf):
-    model = hf(vocab_size=8, tie_word_embeddings=True)
-    reshard.merge(tied, tmp_path / "one", hf_dir=model, dtype="fp32")
-    reshard.merge(tmp_path / "one", tmp_path / "two", dtype="bf16")
-    assert names_in(tmp_path / "one") == names_in(tmp_path / "two")
-    assert config_of(tmp_path / "two")["torch_dtype"] == "bfloat16"
-    wanted = {k: v.bfloat16() for k, v in tensors_of(tmp_path / "one").items()}
-    assert same(tensors_of(tmp_path / "two"), wanted)
-
-
-def test_a_directory_of_one_torch_file_is_read(tmp_path):
-    (tmp_path / "old").mkdir()
-    torch.save({"w": torch.ones(3)}, tmp_path / "old" / "pytorch_model.bin")
-    reshard.merge(tmp_path / "old", tmp_path / "o.safetensors")
-    assert load_file(tmp_path / "o.safetensors").keys() == {"w"}
-
-
 # ---------------------------------------------------------------------------------- destinations
 
 
-def test_an_existing_file_stays(plain, tmp_path):
-    (tmp_path / "o.safetensors").write_bytes(b"precious")
-    with pytest.raises(ExistsError):
-        reshard.merge(plain, tmp_path / "o.safetensors")
-    assert (tmp_path / "o.safetensors").read_bytes() == b"precious"
-
-
-def test_overwrite_replaces_a_file(plain, tmp_path):
-    (tmp_path / "o.safetensors").write_bytes(b"old")
-    reshard.merge(plain, tmp_path / "o.safetensors", overwrite=True)
-    assert same(load_file(tmp_path / "o.safetensors"), weights())
-    assert names_in(tmp_path) == {"plain.safetensors", "o.safetensors"}
-
-
-def test_overwrite_that_fails_leaves_the_old_file(large, tmp_path):
-    (tmp_path / "o.safetensors").write_bytes(b"old")
-    with pytest.raises(DifferentError):
-        reshard.merge(large, tmp_path / "o.safetensors", overwrite=True, dtype="fp16")
-    assert (tmp_path / "o.safetensors").read_bytes() == b"old"
-    assert names_in(tmp_path) == {"large.safetensors", "o.safetensors"}
-
-
-def test_overwrite_replaces_a_whole_directory(plain, tmp_path):
-    reshard.merge(plain, tmp_path / "out", max_shard_bytes=300)
-    reshard.merge(plain, tmp_path / "out", overwrite=True)
-    assert names_in(tmp_path / "out") == {"model.safetensors"}
-    assert names_in(tmp_path) == {"plain.safetensors", "out"}
-
-
-def test_an_empty_directory_is_a_destination(plain, tmp_path):
-    (tmp_path / "out").mkdir()
-    reshard.merge(plain, tmp_path / "out")
-    assert names_in(tmp_path / "out") == {"model.safetensors"}
-
-
-def test_overwrite_never_deletes_a_training_checkpoint(plain, tmp_path):
-    (tmp_path / "global_step9").mkdir()
-    rank = tmp_path / "global_step9" / "zero_pp_rank_0_mp_rank_00_optim_states.pt"
-    rank.write_bytes(b"weeks of training")
-    with pytest.raises(ExistsError):
-        reshard.merge(plain, tmp_path / "global_step9", overwrite=True)
-    assert rank.read_bytes() == b"weeks of training"
+@pytest.mark.parametrize("name", ["o.safetensors", "out"])
+def test_what_is_there_stays_or_is_replaced_when_asked_for(plain, large, tmp_path, name):
+    out = tmp_path / name
+    if name == "out":
+        (tmp_path / "out").mkdir()  # an empty directory is a destination
+    else:
+        out.write_bytes(b"precious")
+        with pytest.raises(ExistsError):
+            reshard.merge(plain, out)
+        assert out.read_bytes() == b"precious"
+    options = {"max_shard_bytes": 300} if name == "out" else {"overwrite": True}
+    reshard.merge(plain, out, **options)
+    before = read_files(tmp_path)
+    for options in ({"source": plain}, {"source": large, "overwrite": True, "dtype": "fp16"}):
+        with pytest.raises((ExistsError, DifferentError)):
+            reshard.merge(destination=out, **options)
+        assert read_files(tmp_path) == before
+    reshard.merge(plain, out, overwrite=True)
+    assert names_in(tmp_path) == {"plain.safetensors", "large.safetensors", name}
+    assert name != "out" or names_in(out) == {"model.safetensors"}
+    path = out / "model.safetensors" if name == "out" else out
+    assert same(load_file(path), weights())
 
 
 @pytest.mark.parametrize("overwrite", [False, True])
-def test_a_directory_with_the_name_of_a_file_is_refused(plain, tmp_path, overwrite):
-    (tmp_path / "o.safetensors").mkdir()
-    with pytest.raises(ExistsError, match="is a directory"):
-        reshard.merge(plain, tmp_path / "o.safetensors", overwrite=overwrite)
-    assert names_in(tmp_path) == {"plain.safetensors", "o.safetensors"}
-
-
-def test_a_file_with_the_name_of_a_directory_leaves_nothing_behind(plain, tmp_path):
-    (tmp_path / "out").write_bytes(b"precious")
+@pytest.mark.parametrize("there", ["rank", "o.safetensors/", "file", "plain.safetensors", "model"])
+def test_what_is_no_export_is_never_replaced(plain, tmp_path, there, overwrite):
+    """A training checkpoint, a directory with the name of a file, and the source itself."""
+    out, source = tmp_path / there, plain
+    if there == "rank":
+        out = tmp_path / "global_step9"
+        out.mkdir()
+        (out / "zero_pp_rank_0_mp_rank_00_optim_states.pt").write_bytes(b"weeks of training")
+    elif there == "model":
+        reshard.merge(plain, out)
+        source = out
+    elif there.endswith("/"):
+        out.mkdir()
+    elif there == "file":
+        out.write_bytes(b"precious")
+    before = read_files(tmp_path)
     with pytest.raises(ExistsError):
-        reshard.merge(plain, tmp_path / "out", overwrite=True)
-    assert (tmp_path / "out").read_bytes() == b"precious"
-    assert names_in(tmp_path) == {"plain.safetensors", "out"}
+        reshard.merge(source, out, overwrite=overwrite, dtype="bf16")
+    assert read_files(tmp_path) == before
+    assert names_in(tmp_path) == {"plain.safetensors", out.name}
 
 
 def link_out(link, target):
@@ -778,19 +609,6 @@ def test_the_working_directory_is_written_or_refused_at_once(plain, tmp_path, mo
     assert names_in(tmp_path) == {"plain.safetensors", "here"}
 
 
-def test_the_source_file_itself_is_never_replaced(plain):
-    before = plain.read_bytes()
-    with pytest.raises(ExistsError):
-        reshard.merge(plain, plain, dtype="bf16", overwrite=True)
-    assert plain.read_bytes() == before
-
-
-def test_the_source_directory_itself_is_never_replaced(plain, tmp_path):
-    reshard.merge(plain, tmp_path / "out")
-    with pytest.raises(ExistsError, match="inside the source"):
-        reshard.merge(tmp_path / "out", tmp_path / "out", dtype="bf16", overwrite=True)
-
-
 @pytest.mark.parametrize("name", ["o.safetensors", "o.pt", "out"])
 @pytest.mark.parametrize("exists", [False, True])
 def test_dry_run_touches_nothing(plain, tmp_path, name, exists):
@@ -807,20 +625,9 @@ def test_too_little_memory_is_refused_before_anything_is_written(plain, tmp_path
     with pytest.raises(ResourceError):
         reshard.merge(plain, tmp_path / "o.safetensors", max_memory_bytes=1000)
     assert names_in(tmp_path) == {"plain.safetensors"}
-
-
-def test_buffers_stay_within_the_memory_that_was_given(plain, tmp_path):
     for workers in (0, 1, 3, 64):
-        report = reshard.merge(
-            plain, tmp_path / "o.pt", workers=workers, max_memory_bytes=1 << 20, dry_run=True
-        )
-        assert 0 < report.peak_buffer_bytes <= 1 << 20
-
-
-@pytest.mark.parametrize("option", [{"tied": "maybe"}, {"on_overflow": "ignore"}])
-def test_a_value_that_no_option_has_is_refused(plain, tmp_path, option):
-    with pytest.raises(UsageError):
-        reshard.merge(plain, tmp_path / "o.safetensors", **option)
+        limits = {"workers": workers, "max_memory_bytes": 1 << 20, "dry_run": True}
+        assert 0 < reshard.merge(plain, tmp_path / "o.pt", **limits).peak_buffer_bytes <= 1 << 20
 
 
 def test_a_state_dict_deep_in_a_file_is_found_by_key(tmp_path):

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import zipfile
 import zlib
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -59,20 +60,19 @@ def test_any_command_with_resume_leaves_the_same_output(saved, tmp_path):
     shutil.copy(saved(2), other)
     saved(1)
     commands = {
-        "merge": ["merge", source, tmp_path / "merged"],
-        "file": ["merge", source, tmp_path / "one.safetensors", "--dtype", "bf16"],
-        "convert": ["convert", source, tmp_path / "dcp", "--to", "dcp"],
-        "average": ["average", source, other, tmp_path / "mean"],
+        "merge": partial(reshard.merge, source, tmp_path / "merged"),
+        "file": partial(reshard.merge, source, tmp_path / "one.safetensors", dtype="bf16"),
+        "convert": partial(reshard.split, source, tmp_path / "dcp", to="dcp"),
+        "average": partial(reshard.average, [source, other], tmp_path / "mean"),
     }
     for name, command in commands.items():
-        for expected in ("wrote", "already there"):
-            done = run(*command, "--resume")
-            assert done.returncode == 0, (name, done.stderr)
-            assert done.stdout.startswith(expected), name
-        assert run(*command[:-1], command[-1], "--resume", "--dry-run").returncode == 0, name
-    refused = [*commands["merge"], "--resume", "--dtype", "fp16"]
-    assert run(*refused).returncode == ExistsError.exit_code
-    assert run(*commands["merge"]).returncode == ExistsError.exit_code
+        reports = [command(resume=True) for _ in range(2)]
+        assert [report.already_there for report in reports] == [False, True], name
+        assert next(iter(reports[1].lines())).startswith("already there"), name
+        command(resume=True, dry_run=True)
+    for options in ({"resume": True, "dtype": "fp16"}, {}):
+        with pytest.raises(ExistsError):
+            commands["merge"](**options)
 
 
 @pytest.mark.parametrize("change", ["source", "world size", "cut", "lost", "changed"])

@@ -108,27 +108,28 @@ def test_the_same_losses_reach_every_level(source, program):
     assert "parameter_hash is not in both logs" in text
 
 
+@pytest.mark.parametrize(
+    ("how", "options", "code", "says"),
+    [
+        ("noisy", {"rtol": 1e-7}, 1, "OUTSIDE the tolerance 1e-07"),
+        ("noisy", {"rtol": 1e-5, "require": "bitwise"}, 1, "1e-06"),
+        ("forgets", {}, 1, "OUTSIDE the tolerance 1e-06"),
+        ("forgets", {"require": "state"}, 0, "OUTSIDE the tolerance 1e-06"),
+        ("rounds", {}, 0, ""),
+        ("rounds", {"require": "bitwise"}, 1, "in decimals without hex"),
+        ("stops", {}, 1, "only one of the two runs logged step 7"),
+    ],
+)
+def test_other_losses_reach_lower_levels(source, program, how, options, code, says):
+    report = checked(source, program(how), world_sizes=[2], **options)
+    assert report.exit_code == code
+    assert says in "\n".join(report.lines())
+
+
 def test_noise_is_a_trajectory_and_is_measured(source, program):
-    report = checked(source, program("noisy"), world_sizes=[2], rtol=1e-5)
-    (target,) = report.to_dict()["targets"]
+    (target,) = checked(source, program("noisy"), world_sizes=[2], rtol=1e-5).to_dict()["targets"]
     assert target["reached"] == {"state": True, "trajectory": True, "bitwise": False}
     assert target["trajectory"]["loss"]["max_rel"] == pytest.approx(1e-6, rel=1e-3)
-    assert not checked(source, program("noisy"), world_sizes=[2], rtol=1e-7).reached
-    assert not checked(source, program("noisy"), world_sizes=[2], require="bitwise").reached
-
-
-def test_other_losses_are_no_trajectory(source, program):
-    report = checked(source, program("forgets"))
-    assert report.exit_code == 1
-    assert checked(source, program("forgets"), require="state").reached
-    assert "OUTSIDE the tolerance 1e-06" in "\n".join(report.lines())
-
-
-def test_decimals_are_never_bitwise(source, program):
-    report = checked(source, program("rounds"), require="bitwise")
-    assert not report.reached
-    assert all(report.reaches(target, "trajectory") for target in report.targets)
-    assert "in decimals without hex" in "\n".join(report.lines())
 
 
 def test_a_program_that_ignores_the_checkpoint_gets_no_verdict(source, program):
@@ -143,6 +144,16 @@ def test_a_control_that_nothing_notices_takes_the_verdict_away(source, program):
     report = checked(source, program("blind"), control=True)
     assert report.exit_code == 1
     assert "NOT noticed" in "\n".join(report.lines())
+
+
+def test_weights_alone_have_no_control(program, tmp_path):
+    path = tmp_path / "weights.pt"
+    torch.save(torch.nn.Linear(4, 2).state_dict(), path)
+    (note,) = checked(path, program("same")).notes
+    assert "states no step" in note
+    assert "--control" not in note
+    with pytest.raises(IncompleteError, match=r"weights.pt: has no optimizer state"):
+        checked(path, program("fails"), control=True)
 
 
 def test_a_run_that_fails_is_told_with_its_last_words(source, program):
@@ -170,6 +181,21 @@ def test_an_unbroken_run_that_fails_is_no_verdict(source):
         checked(source, command)
     assert caught.value.exit_code == 6
     assert any("SyntaxError" in line for line in caught.value.output)
+
+
+@pytest.mark.parametrize(
+    "cause",
+    [
+        "[rank1]: ValueError: a shape",
+        "train.py: error: unrecognized arguments: --los",
+        "/venv/bin/python3: can't open file 'no.py': [Errno 2] No such file or directory",
+        "/venv/bin/python3: No module named train",
+    ],
+)
+def test_a_launcher_s_summary_does_not_hide_why_a_rank_failed(cause, tmp_path):
+    text = "\n".join(["usage: train.py", cause, cause, *(f"  rank : {n}" for n in range(30))])
+    ended = programs.run([sys.executable, "-c", f"raise SystemExit({text!r})"], tmp_path, LIMIT_S)
+    assert ended.last_lines[:2] == (cause, "  rank : 18")
 
 
 def test_time_and_last_line_of_a_program_are_told(tmp_path, monkeypatch):
@@ -291,12 +317,6 @@ def test_its_page_says_which_run_failed_and_what_nothing_shows(source, program, 
     assert any("no such parameter: 'w'" in text for text in texts)
     checked(source, program("blind"), html=tmp_path / "y.html", control=True)
     assert any("these steps show nothing" in text for text in parsed(tmp_path / "y.html").texts)
-
-
-def test_a_run_that_stops_early_is_no_trajectory(source, program):
-    report = checked(source, program("stops"))
-    assert report.exit_code == 1
-    assert "only one of the two runs logged step 7" in "\n".join(report.lines())
 
 
 def test_a_program_that_changes_the_source_is_told(source, program, tmp_path):

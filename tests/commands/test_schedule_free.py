@@ -93,18 +93,6 @@ def test_a_run_saved_in_eval_mode_is_written_as_it_is(tmp_path):
     )
 
 
-def test_a_split_keeps_y_and_z(tmp_path):
-    model, optimizer = train("adamw")
-    torch.save(
-        {"model": model.state_dict(), "optimizer": optimizer.state_dict()}, tmp_path / "a.pt"
-    )
-    reshard.split(tmp_path / "a.pt", tmp_path / "b", to="dcp", world_size=2)
-    with reshard.open(tmp_path / "b") as found:
-        z = optimizer.state[model.body.weight]["z"]
-        assert torch.equal(found["body.weight"][...], model.body.weight)
-        assert torch.equal(found.optimizer("z")["body.weight"][...], z)
-
-
 def test_an_average_is_that_of_the_averaged_weights(tmp_path):
     averaged = []
     for number in (4, 8):

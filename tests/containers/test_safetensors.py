@@ -1,7 +1,7 @@
 """Files of the real library are read, ours are its own byte for byte, and lies are refused.
 
-A tensor of a dtype that the installed safetensors cannot save is compared with nothing: its test is
-skipped (`tests.support.installed`).
+A tensor of a dtype that the installed safetensors cannot save is left out
+(`tests.support.installed`).
 """
 
 from __future__ import annotations
@@ -22,12 +22,9 @@ from reshard.containers import safetensors
 from reshard.core import dtypes
 from reshard.core.box import whole
 from reshard.core.chunks import contiguous
-from reshard.core.manifest import Entry, OutputFile, Skeleton
-from reshard.engine.move.execute import execute
-from reshard.engine.move.options import MoveOptions
-from reshard.engine.planning.planner import Plan
+from reshard.core.manifest import Entry
 from reshard.errors import CorruptError, ReshardError, UnsupportedError
-from tests.support.installed import SAFETENSORS_DTYPES, TORCH_2_6, skip_unless_saved
+from tests.support.installed import SAFETENSORS_DTYPES, TORCH_2_6
 from tests.support.sample_tensors import raw, same, sample_tensors
 
 ALL = {name: tensor.clone().contiguous() for name, tensor in sample_tensors().items()}
@@ -65,24 +62,6 @@ def saved(path, tensors, metadata=None):
 def test_a_layout_of_the_menagerie_is_byte_identical_to_save_file(tmp_path, metadata):
     wanted = saved(tmp_path / "x", ZOO, METADATAS[metadata])
     assert laid_out(ZOO, METADATAS[metadata]) == wanted
-
-
-@pytest.mark.parametrize(
-    "name",
-    [pytest.param(name, marks=skip_unless_saved(tensor.dtype)) for name, tensor in ALL.items()],
-)
-def test_a_layout_of_one_tensor_is_byte_identical_to_save_file(tmp_path, name):
-    tensors = {name: ALL[name]}
-    assert laid_out(tensors, {"format": "pt"}) == saved(tmp_path / "x", tensors, {"format": "pt"})
-
-
-def test_a_layout_does_not_depend_on_the_order_given():
-    chance = random.Random(1)
-    wanted = laid_out(ZOO, {"format": "pt"})
-    for _ in range(10):
-        names = list(ZOO)
-        chance.shuffle(names)
-        assert laid_out({name: ZOO[name] for name in names}, {"format": "pt"}) == wanted
 
 
 def test_every_dtype_is_ordered_as_save_file_orders_it(tmp_path):
@@ -132,21 +111,6 @@ def test_save_files_are_read_bit_for_bit(tmp_path):
     with reshard.open(path) as checkpoint, safe_open(path, "pt") as theirs:
         assert set(checkpoint) == set(theirs.keys()) == set(ZOO)
         assert [name for name, t in ZOO.items() if not same(checkpoint[name][...], t)] == []
-
-
-def test_what_we_write_is_read_by_the_library(tmp_path):
-    source = tmp_path / "in.safetensors"
-    saved(source, ZOO)
-    manifest = reshard.open(source).manifest
-    tensors = [(entry, entry.dtype) for entry in manifest.entries.values()]
-    header, placed, size = safetensors.lay_out("out.safetensors", tensors, None)
-    skeleton = Skeleton((OutputFile("out.safetensors", size, ((0, header),)),), tuple(placed))
-    (tmp_path / "out").mkdir()
-    planned = Plan(manifest.entries, skeleton, 64)
-    execute(planned, manifest.files, tmp_path / "out", MoveOptions(workers=2))
-    with safe_open(tmp_path / "out" / "out.safetensors", "pt") as theirs:
-        assert all(same(theirs.get_tensor(name), t) for name, t in ZOO.items())
-    assert (tmp_path / "out" / "out.safetensors").read_bytes() == source.read_bytes()
 
 
 def test_an_empty_file_of_no_tensors_is_readable(tmp_path):
@@ -305,9 +269,3 @@ def test_a_chunk_of_a_header_lies_where_its_offsets_say(tmp_path):
     found = safetensors.read(path).tensors
     assert found["a"] == contiguous(str(path), start + 4, dtypes.FLOAT32, whole((2, 1)))
     assert found["b"].byte_offset == start
-
-
-def test_a_file_too_short_for_a_header_states_its_size(tmp_path):
-    (tmp_path / "x.safetensors").write_bytes(b"abc")
-    with pytest.raises(CorruptError, match="has 3 bytes, too few for a safetensors header"):
-        safetensors.read(tmp_path / "x.safetensors")

@@ -8,7 +8,6 @@ import pickle
 import random
 import sys
 import types
-import zipfile
 from argparse import Namespace
 from collections import OrderedDict
 from dataclasses import replace
@@ -22,7 +21,7 @@ import reshard
 from reshard.containers import pickle_cache, torch_objects, torch_reader
 from reshard.containers.pickle_cache import PickleCache
 from reshard.containers.torch_objects import Tensor
-from reshard.core import dtypes, stamps
+from reshard.core import stamps
 from reshard.core.box import whole
 from reshard.core.manifest import Entry, Manifest, Origin, check
 from reshard.core.stamps import Stamp
@@ -33,7 +32,6 @@ from reshard.system.files import SourceFiles
 from reshard.tensors.lazy import read_block
 from tests.support.sample_tensors import raw, same, sample_tensors
 
-NAMES = list(sample_tensors())
 FORMATS = {"zip": True, "legacy": False}
 
 
@@ -53,23 +51,6 @@ def bits(file, tensor):
 
 
 @pytest.mark.parametrize("form", FORMATS)
-@pytest.mark.parametrize("name", NAMES)
-def test_every_tensor_is_read_bit_for_bit(tmp_path, name, form):
-    tensor = sample_tensors()[name]
-    path = save({"x": tensor}, tmp_path / "x.pt", form)
-    with reshard.open(path) as checkpoint:
-        assert same(checkpoint["x"][...], tensor)
-        assert checkpoint["x"].shape == tuple(tensor.shape)
-        assert f"torch.{checkpoint['x'].dtype}" == str(tensor.dtype)
-    if form == "zip" or str(tensor.dtype).removeprefix("torch.") in torch_can_load_legacy():
-        assert same(torch.load(path, weights_only=True)["x"], tensor)
-
-
-def torch_can_load_legacy():
-    return {dtype.name for dtype in dtypes.ALL if dtype.storage}
-
-
-@pytest.mark.parametrize("form", FORMATS)
 def test_the_whole_menagerie_in_one_file_is_read_bit_for_bit(tmp_path, form):
     zoo = sample_tensors()
     path = save(zoo, tmp_path / "zoo.pt", form)
@@ -77,41 +58,6 @@ def test_the_whole_menagerie_in_one_file_is_read_bit_for_bit(tmp_path, form):
         assert set(checkpoint) == set(zoo)
         assert [name for name, t in zoo.items() if not same(checkpoint[name][...], t)] == []
         assert checkpoint.manifest.tied == {"tied.b": "tied.a"}
-
-
-@pytest.mark.parametrize("form", FORMATS)
-def test_parameters_modules_and_nested_values_are_found(tmp_path, form):
-    module = torch.nn.Sequential(torch.nn.Linear(3, 5), torch.nn.BatchNorm1d(5))
-    state = {
-        "model": module.state_dict(),
-        "list": [torch.nn.Parameter(torch.ones(2)), {"deep": (torch.zeros(1), 7)}],
-        "buffer": torch.nn.Buffer(torch.arange(3)),
-        "meta": {"lr": 1e-3, "size": torch.Size([2, 3]), "dtype": torch.bfloat16},
-        "ordered": OrderedDict(a=1),
-        "text": "größe",
-    }
-    file = torch_reader.read(save(state, tmp_path / "s.pt", form))
-    root = file.root
-    assert set(root["model"]) == set(module.state_dict())
-    for name, tensor in module.state_dict().items():
-        assert bits(file, root["model"][name]) == raw(tensor)
-    assert bits(file, root["list"][0]) == raw(torch.ones(2))
-    assert bits(file, root["list"][1]["deep"][0]) == raw(torch.zeros(1))
-    assert bits(file, root["buffer"]) == raw(torch.arange(3))
-    assert root["list"][1]["deep"][1] == 7
-    assert root["meta"]["size"] == (2, 3)
-    assert (root["meta"]["lr"], root["ordered"], root["text"]) == (1e-3, {"a": 1}, "größe")
-
-
-@pytest.mark.parametrize("form", FORMATS)
-def test_views_of_one_storage_share_it(tmp_path, form):
-    base = torch.arange(100.0)
-    views = {"a": base[3:50:2], "b": base.view(10, 10).t(), "c": base[99:], "d": base}
-    file = torch_reader.read(save(views, tmp_path / "v.pt", form))
-    assert len({id(tensor.storage) for tensor in file.root.values()}) == 1
-    assert len(file.records) == 1
-    for name, view in views.items():
-        assert bits(file, file.root[name]) == raw(view)
 
 
 def test_a_save_that_failed_on_an_object_is_told(tmp_path):
@@ -133,18 +79,6 @@ def test_files_without_checksums_are_read(tmp_path):
     assert all(record.crc32 is None for record in file.records.values())
     with reshard.open(path) as checkpoint:
         assert all(same(checkpoint[name][...], t) for name, t in sample_tensors().items())
-
-
-def test_every_storage_has_the_archives_checksum(tmp_path):
-    path = save(sample_tensors(), tmp_path / "x.pt")
-    file = torch_reader.read(path)
-    with zipfile.ZipFile(path) as archive:
-        stored = {info.filename: info for info in archive.infolist()}
-    assert len(file.records) == sum("/data/" in name for name in stored)
-    for record in file.source().records:
-        info = stored[record.name]
-        assert (record.crc32, record.nbytes) == (info.CRC, info.file_size)
-        assert record.byte_offset % 64 == 0
 
 
 @pytest.mark.parametrize("form", FORMATS)
@@ -296,6 +230,8 @@ def test_random_views_are_read_bit_for_bit(tmp_path, form):
     file = torch_reader.read(save(views, tmp_path / "v.pt", form))
     wrong = [name for name, view in views.items() if bits_or_empty(file, name) != raw(view)]
     assert wrong == []
+    assert len(file.records) == 1  # they share a storage
+    assert len({id(tensor.storage) for tensor in file.root.values()}) == 1
 
 
 def bits_or_empty(file, name):

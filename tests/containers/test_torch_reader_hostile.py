@@ -45,13 +45,6 @@ def test_a_truncated_file_is_refused(tmp_path, saved, form):
         assert caught.value.remedy, size
 
 
-def test_a_truncated_stream_states_where_its_storage_ends(tmp_path, saved):
-    size = len(saved["legacy"])
-    (tmp_path / "x.pt").write_bytes(saved["legacy"][:-1])
-    with pytest.raises(CorruptError, match=f"ends at byte {size}, but the file has {size - 1}"):
-        torch_reader.read(tmp_path / "x.pt")
-
-
 @pytest.mark.parametrize("part", ["directory", "headers", "pickle", "legacy"])
 def test_a_flipped_byte_raises_our_errors_or_changes_nothing_of_the_structure(
     tmp_path, saved, part
@@ -61,7 +54,7 @@ def test_a_flipped_byte_raises_our_errors_or_changes_nothing_of_the_structure(
     stop = {"headers": 70, "pickle": 700}.get(part, len(data))
     path = tmp_path / "x.pt"
     refused = 0
-    for at in range(start, stop, 11 if part == "legacy" else 2):
+    for at in range(start, stop, {"legacy": 37, "headers": 2}.get(part, 5)):
         for bit in (0x01, 0xFF):
             flipped = bytearray(data)
             flipped[at] ^= bit
@@ -156,7 +149,7 @@ def test_zip64_sizes_and_offsets_are_read(tmp_path, saved):
     path.write_bytes(data[:start] + made + tail)
     found = read_all(path)
     assert all(same(found[name], tensor) for name, tensor in STATE.items())
-    for at in range(start, len(data[:start] + made + tail)):
+    for at in range(start, end + len(tail), 5):
         flipped = bytearray(data[:start] + made + tail)
         flipped[at] ^= 0x7F
         path.write_bytes(flipped)

@@ -10,7 +10,6 @@ import sys
 import zipfile
 from collections import Counter, OrderedDict, defaultdict, deque
 from dataclasses import dataclass, field
-from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -20,9 +19,9 @@ from reshard.containers import torch_objects, torch_reader, zip_reader
 from reshard.containers.pickles.values import Call, Global
 from reshard.containers.torch_writer import (
     AS_WRITTEN,
-    Part,
-    Slot,
     Storage,
+    StorageBlock,
+    StorageView,
     Template,
     lay_out,
     lay_out_object,
@@ -39,7 +38,6 @@ from reshard.engine.planning.planner import Plan
 from reshard.errors import UnsupportedError
 from reshard.system.files import Section, SourceFiles
 from tests.support.installed import NEW_RECORDS, TORCH_2_6, TORCH_DTYPES
-from tests.support.programs import run_python
 from tests.support.sample_tensors import raw, same, sample_tensors
 
 
@@ -57,10 +55,10 @@ class Source:
         chunk = contiguous(str(self.path), len(self.data), dtype, whole((numel,)))
         self.data += content
         self.entries.append(Entry(name, "param", dtype, (numel,), (chunk,)))
-        part = Part("param", name, (numel,), whole((numel,)))
+        part = StorageBlock("param", name, (numel,), whole((numel,)))
         return Storage(dtype, numel, (part,) if numel else ())
 
-    def slot_of(self, tensor: object) -> Slot | None:
+    def slot_of(self, tensor: object) -> StorageView | None:
         if not isinstance(tensor, torch.Tensor):
             return None
         storage = tensor.untyped_storage()
@@ -68,7 +66,7 @@ class Source:
         key = storage._cdata
         if key not in self.made:
             self.made[key] = self.stored(dtype, bytes(storage)), storage
-        return Slot(
+        return StorageView(
             self.made[key][0],
             tuple(tensor.shape),
             tensor.stride(),
@@ -176,14 +174,7 @@ def test_every_form_of_tensor(source, tmp_path):
     assert loaded["tied.a"].data_ptr() == loaded["tied.b"].data_ptr()
 
 
-@pytest.mark.parametrize(
-    "shape", [(), (0,), (1,), (1, 1), (3, 0, 2), (1, 5, 1, 3), (0, 0), (2, 2, 1, 2, 1)]
-)
-def test_a_shape_of_few_elements(source, tmp_path, shape):
-    assert_as_torch(source, {"w": torch.ones(shape)}, tmp_path)
-
-
-@pytest.mark.parametrize("count", [0, 1, 2, 9, 11, 999, 1000, 1001, 2001, 3000])
+@pytest.mark.parametrize("count", [0, 1, 11, 1000, 1001, 2001])
 def test_a_state_dict_of_many_tensors(source, tmp_path, count):
     state = {f"layers.{number}.weight": torch.full((2,), number) for number in range(count)}
     assert_as_torch(source, state, tmp_path)
@@ -237,31 +228,6 @@ def trained(optimizer, **options):
         model(torch.ones(2, 3)).sum().backward()
         made.step()
     return made.state_dict()
-
-
-@pytest.mark.parametrize("name", ["AdamW", "SGD", "Adafactor", "Adagrad"])
-def test_an_optimizers_state(source, tmp_path, name):
-    state = trained(getattr(torch.optim, name))
-    ours = assert_as_torch(source, state, tmp_path)
-    loaded = torch.load(ours, weights_only=True)
-    assert loaded["param_groups"] == state["param_groups"]
-    assert all(
-        same(loaded["state"][key][slot], value) if torch.is_tensor(value) else True
-        for key, slots in state["state"].items()
-        for slot, value in slots.items()
-    )
-
-
-def test_a_training_checkpoint(source, tmp_path):
-    state = {
-        "model": {"w": torch.ones(3, 2)},
-        "optimizer": trained(torch.optim.AdamW),
-        "rng": torch.get_rng_state(),
-        "epoch": 3,
-        "args": {"lr": 0.1, "betas": (0.9, 0.999), "names": ["a", "b"], "none": None},
-    }
-    ours = assert_as_torch(source, state, tmp_path)
-    assert torch.equal(torch.load(ours, weights_only=True)["rng"], state["rng"])
 
 
 SHARED = [1, "x" * 3]
@@ -320,15 +286,6 @@ def test_values_that_hold_themselves(source, tmp_path):
     wide = (1, 2, 3, long)
     long.append(wide)
     assert_as_torch(Source(tmp_path / "2"), [outer, wide], tmp_path)
-
-
-def test_the_same_tensor_twice_and_two_views(source, tmp_path):
-    tensor = torch.arange(12.0).view(3, 4)
-    state = {"a": tensor, "b": tensor, "t": tensor.t(), "row": tensor[1], "z": tensor[:, 2:]}
-    ours = assert_as_torch(source, state, tmp_path)
-    loaded = torch.load(ours, weights_only=True)
-    assert loaded["a"] is loaded["b"]
-    assert torch.equal(loaded["t"], tensor.t())
 
 
 def test_parameters(source, tmp_path):
@@ -422,19 +379,9 @@ def test_a_nested_class_is_named_through_its_owner(source, tmp_path):
 # ---------------------------------------------------------------------------- what is not torch's
 
 
-def test_two_writes_of_the_same_are_the_same(tmp_path):
-    made = set()
-    for number in range(2):
-        place = tmp_path / str(number)
-        place.mkdir()
-        state = {"model": sample_tensors(), "names": {"b", "a", "c"}, "at": (1, 2.5)}
-        made.add(written(Source(place / "source"), state, place).read_bytes())
-    assert len(made) == 1
-
-
 def test_files_that_differ_in_what_is_known_have_another_id():
     def known(value, data=b"abcd"):
-        literal = Slot(Storage(dtypes.UINT8, 4, data=data), (4,))
+        literal = StorageView(Storage(dtypes.UINT8, 4, data=data), (4,))
         return lay_out_object("x.pt", [value, literal]).files[0].literals
 
     def digits(literals):
@@ -494,13 +441,13 @@ def test_a_call_whose_argument_is_itself_is_refused():
 @pytest.mark.parametrize(
     "make",
     [
-        lambda: Slot(Storage(dtypes.FLOAT32, 3), (2, 2)),
-        lambda: Slot(Storage(dtypes.FLOAT32, 4), (2,), (4,)),
-        lambda: Slot(Storage(dtypes.FLOAT32, 4), (2,), (1,), 3),
-        lambda: Slot(Storage(dtypes.FLOAT32, 4), (2,), (1, 1)),
+        lambda: StorageView(Storage(dtypes.FLOAT32, 3), (2, 2)),
+        lambda: StorageView(Storage(dtypes.FLOAT32, 4), (2,), (4,)),
+        lambda: StorageView(Storage(dtypes.FLOAT32, 4), (2,), (1,), 3),
+        lambda: StorageView(Storage(dtypes.FLOAT32, 4), (2,), (1, 1)),
         lambda: Storage(dtypes.FLOAT32, 4, data=b"1234"),
-        lambda: Storage(dtypes.FLOAT32, 4, (Part("param", "a", (5,), whole((5,))),)),
-        lambda: Storage(dtypes.FLOAT32, 4, (Part("param", "a", (4,), whole((4,)), 1),)),
+        lambda: Storage(dtypes.FLOAT32, 4, (StorageBlock("param", "a", (5,), whole((5,))),)),
+        lambda: Storage(dtypes.FLOAT32, 4, (StorageBlock("param", "a", (4,), whole((4,)), 1),)),
     ],
 )
 def test_a_slot_or_part_past_its_storage_is_refused(make):
@@ -513,14 +460,14 @@ def test_storages_of_parts_of_literal_data_and_of_nothing(source, tmp_path):
     values = torch.arange(20.0)
     source.stored(dtypes.FLOAT32, raw(values))
     (entry,) = source.entries
-    blocks = [Part("param", entry.fqn, (20,), Box((12,), (3,)), 1)]
-    blocks += [Part("param", entry.fqn, (20,), Box((4,), (5,)), 6)]
+    blocks = [StorageBlock("param", entry.fqn, (20,), Box((12,), (3,)), 1)]
+    blocks += [StorageBlock("param", entry.fqn, (20,), Box((4,), (5,)), 6)]
     flat = Storage(dtypes.FLOAT32, 13, tuple(blocks))
     root = {
-        "flat": Slot(flat, (13,)),
-        "column": Slot(flat, (2, 3), (3, 1), 6),
-        "step": Slot(Storage(dtypes.FLOAT32, 1, data=raw(torch.tensor(3.0))), ()),
-        "zeros": Slot(Storage(dtypes.BFLOAT16, 4), (2, 2)),
+        "flat": StorageView(flat, (13,)),
+        "column": StorageView(flat, (2, 3), (3, 1), 6),
+        "step": StorageView(Storage(dtypes.FLOAT32, 1, data=raw(torch.tensor(3.0))), ()),
+        "zeros": StorageView(Storage(dtypes.BFLOAT16, 4), (2, 2)),
     }
     skeleton = lay_out_object("o.pt", root)
     (made,) = skeleton.entries
@@ -551,7 +498,7 @@ def test_an_archive_is_named_as_torch_names_it(source, tmp_path, name):
 STAMP = Stamp(save_id="9f3a", rank=300, world_size=400, step=70_000, file="rank.300.pt")
 
 
-@pytest.mark.parametrize("keys", [0, 1, 2, 999, 1000, 1001])
+@pytest.mark.parametrize("keys", [0, 1, 999, 1000])
 def test_a_stamp_is_the_last_key_of_the_root(source, tmp_path, keys):
     state = {f"w{n}": torch.ones(1) for n in range(keys)} | {"step": "rank"}
     template = Template("rank.300.pt", state, slot_of=source.slot_of)
@@ -572,7 +519,7 @@ def test_a_file_of_a_template_is_that_of_its_own_root(tmp_path, stamp):
         Call("a.B", (), {}),
     )
     outer = Call("a.C", (names[0],), {"inner": inner, "rank": 0, "names": names})
-    known = Slot(Storage(dtypes.UINT8, 4, data=b"abcd"), (4,))
+    known = StorageView(Storage(dtypes.UINT8, 4, data=b"abcd"), (4,))
     root = {"a": outer, "b": [names, known, inner], "c": other, "d": [other, outer, known]}
 
     def move_to(rank):
@@ -745,7 +692,7 @@ def copied(path, tmp_path, builders=AS_WRITTEN):
         if stored.key not in made:
             content = data[stored.byte_offset : stored.byte_offset + stored.nbytes]
             made[stored.key] = source.stored(leaf.dtype, content)
-        return Slot(made[stored.key], leaf.shape, leaf.strides, leaf.offset)
+        return StorageView(made[stored.key], leaf.shape, leaf.strides, leaf.offset)
 
     return file, source.fill(lay_out_object("copy.pt", file.root, slot_of=slot_of), tmp_path)
 
@@ -817,27 +764,3 @@ def test_dtensors_are_written_again_and_loaded_as_dtensors(tmp_path):
         assert isinstance(loaded["w"]._spec.tensor_meta.shape, torch.Size)
         assert loaded["w"]._spec == torch.load(path, weights_only=weights_only)["w"]._spec
         assert loaded["w"].device_mesh.mesh.tolist() == [0, 1]
-
-
-def test_a_skeletons_literals_are_all_but_the_storages(source):
-    state = {f"w{n}": torch.ones(n) for n in range(5)}
-    skeleton = lay_out_object("x.pt", state, slot_of=source.slot_of)
-    (file,) = skeleton.files
-    spans = [(at, at + len(data)) for at, data in file.literals]
-    spans += [chunk.byte_span for entry in skeleton.entries for chunk in entry.chunks]
-    spans = sorted(span for span in spans if span[0] < span[1])
-    assert spans[0][0] == 0
-    assert spans[-1][1] == file.nbytes
-    assert all(a[1] == b[0] for a, b in pairwise(spans))
-
-
-def test_torch_writer_needs_no_torch(tmp_path):
-
-    probe = (
-        "import sys; from reshard.containers import torch_writer;"
-        "torch_writer.lay_out('x.pt', []);"
-        "print(sorted({'torch', 'numpy'} & set(sys.modules)))"
-    )
-    done = run_python("-c", probe, check=True)
-    assert done.stdout.strip() == "[]"
-    assert_as_torch(Source(tmp_path / "source"), {}, tmp_path)

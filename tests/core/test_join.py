@@ -54,6 +54,7 @@ def part(name: str, **train: Any) -> Manifest:
         warnings=(name,),
         unknown_globals=(name,),
         unread={name: "a tensor"},
+        read_files=(name,),
         unread_files={f"{name}.pt": f"/{name}.pt"},
         ordered=True,
     )

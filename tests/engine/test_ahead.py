@@ -91,7 +91,7 @@ def _expect(path, items):
 def test_any_memory_and_number_of_workers_give_the_same_bytes(file, nbytes, workers, slow):
     rng = random.Random(nbytes + workers)
     items = []
-    for _ in range(60):
+    for _ in range(25):
         ranges = [(rng.randrange(23 * _MIB), rng.choice([1, 99, 5000, _MIB])) for _ in range(5)]
         items.append([(file, start, size) for start, size in ranges])
     with SourceFiles() as pool:

@@ -3,14 +3,9 @@
 from __future__ import annotations
 
 import os
-import signal
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
-import torch
-from safetensors.torch import save_file
 
 from reshard.engine.output import commit
 from reshard.engine.output.destination import check_destination
@@ -18,7 +13,6 @@ from reshard.errors import ExistsError, ReshardError, UsageError
 from reshard.system.ranks.heartbeat import build_connection_error
 from reshard.system.ranks.team import Team
 from reshard.system.ranks.torchrun import Ranks
-from tests.support.programs import LIMIT_S
 
 
 def stage(destination, *, is_directory, overwrite=False, content=b"new"):
@@ -134,15 +128,6 @@ def test_a_rank_that_dies_when_all_is_done_does_not_ask_for_another_run(death):
     )
 
 
-def test_overwrite_replaces_a_whole_directory(tmp_path):
-    stage(tmp_path / "out", is_directory=True)
-    (tmp_path / "out" / "stale.safetensors").write_bytes(b"")
-    stage(tmp_path / "out", is_directory=True, overwrite=True, content=b"newer")
-    assert [path.name for path in (tmp_path / "out").iterdir()] == ["x.json"]
-    assert (tmp_path / "out" / "x.json").read_bytes() == b"newer"
-    assert len(list(tmp_path.iterdir())) == 1
-
-
 def test_a_directory_gets_the_permissions_that_the_umask_leaves(tmp_path):
     before = os.umask(0o027)
     try:
@@ -201,39 +186,3 @@ def test_a_directory_without_write_permission_is_an_error_before_any_work(tmp_pa
     monkeypatch.setattr(os, "access", lambda path, _mode: path != tmp_path)
     with pytest.raises(ReshardError, match=f"you may not write to {tmp_path}"):
         check_destination(tmp_path / "x.html", [], is_directory=False, overwrite=False)
-
-
-STUCK = """
-import sys
-from reshard.cli import main
-from reshard.engine.move import execute
-
-def stuck(*_):
-    print("writing", flush=True)
-    sys.stdin.read()  # until the signal was sent
-
-execute._Worker.__call__ = stuck
-main()
-"""
-
-
-@pytest.mark.parametrize(
-    ("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 130), (signal.SIGHUP, 130)]
-)
-def test_a_signal_ends_a_merge_with_a_message_and_nothing_written(tmp_path, number, code):
-    save_file({"w": torch.zeros(64)}, tmp_path / "x.safetensors")
-    command = [sys.executable, "-c", STUCK, "merge", str(tmp_path / "x.safetensors")]
-    command += [str(tmp_path / "out.safetensors"), "--workers", "1"]
-
-    def default() -> None:  # a runner under nohup hands signals down as ignored
-        signal.signal(number, signal.SIG_DFL)
-
-    pipes = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
-    with subprocess.Popen(command, **pipes, preexec_fn=default) as child:  # noqa: PLW1509
-        assert child.stdout.readline() == b"writing\n"
-        child.send_signal(number)
-        out, err = child.communicate(timeout=LIMIT_S)
-    assert child.returncode == code
-    assert out == b""
-    assert b"interrupted; nothing was written" in err
-    assert [path.name for path in tmp_path.iterdir()] == ["x.safetensors"]

@@ -127,8 +127,10 @@ def built(tmp_path_factory):
     return build_module(tmp_path_factory, "reshard.system._reads")
 
 
-@pytest.mark.parametrize(("workers", "is_compiled"), [(1, True), (3, True), (3, False)])
-@pytest.mark.parametrize("read_bytes", [100, 4 << 20])
+@pytest.mark.parametrize(
+    ("workers", "is_compiled", "read_bytes"),
+    [(1, True, 100), (3, True, 4 << 20), (3, False, 100), (1, False, 4 << 20)],
+)
 def test_a_byte_that_was_not_kept_is_seen_at_once(
     tmp_path, monkeypatch, built, workers, is_compiled, read_bytes
 ):

@@ -126,7 +126,7 @@ def test_every_record_of_a_random_checkpoint_is_checked(tmp_path, seed):
             if chunk.file == path and chunk.box.volume
         )
     ]
-    for number in range(8):
+    for number in range(4):
         path, start, nbytes = chance.choice(used)
         whole_file = Path(path).read_bytes()
         flipped = bytearray(whole_file)

@@ -29,22 +29,6 @@ def stored(cuts=CUTS, parts=PARTS, numel=6):
     return GlobalTensor(FLOAT32, (*parts, numel), tuple(chunks))
 
 
-def test_every_element_comes_from_its_place():
-    whole = np.arange(24).reshape(SHAPE)
-    parts = [whole[r : r + 2, c : c + 3] for r in (0, 2) for c in (0, 3)]
-    file = np.concatenate([part.ravel() for part in parts])
-    found = np.full(SHAPE, -1)
-    tensor = restore("m", "k", stored(), SHAPE)
-    assert tensor.shape == SHAPE
-    for chunk in tensor.chunks:
-        for index in np.ndindex(*chunk.box.shape):
-            steps = (i * stride for i, stride in zip(index, chunk.byte_strides, strict=True))
-            place = tuple(o + i for o, i in zip(chunk.box.origin, index, strict=True))
-            assert found[place] == -1
-            found[place] = file[(chunk.byte_offset + sum(steps)) // 4]
-    assert np.array_equal(found, whole)
-
-
 @pytest.mark.parametrize("shape", [(4, 5), (4, 6, 1), (24,), (4, 12), ()])
 def test_a_shape_that_has_no_such_parts(shape):
     with pytest.raises(CorruptError, match="cannot be divided into parts"):

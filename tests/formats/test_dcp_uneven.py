@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch.distributed.checkpoint import FileSystemReader
 
 import reshard
 from reshard.tensors.lazy import LazyTensor
@@ -47,5 +48,11 @@ def test_weights_lose_the_wrapper_s_name(saved, tmp_path):
 
 
 def test_another_number_of_ranks_holds_the_same(saved, tmp_path):
-    reshard.split(saved, tmp_path / "out", world_size=2)
+    report = reshard.split(saved, tmp_path / "out", world_size=2)
     assert reshard.diff(saved, tmp_path / "out").same
+    about, wanted = (
+        FileSystemReader(path).read_metadata().planner_data for path in (tmp_path / "out", saved)
+    )
+    assert about == wanted  # Megatron FSDP looks for ``model.module.*``
+    assert report.notes == []
+    assert not any("wrapper prefixes" in text for text in report.derived)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import random
 import shutil
 from dataclasses import replace
-from itertools import pairwise
 from math import inf, prod
 from pathlib import Path
 
@@ -31,8 +30,7 @@ from reshard.engine.planning.planner import Plan
 from reshard.errors import IncompleteError, UnsafeError, UnsupportedError, UsageError
 from reshard.formats.deepspeed import order, write
 from reshard.formats.deepspeed.write import pickled_objects, spec, universal
-from reshard.formats.deepspeed.write.spec import find_precision, resolve_spec
-from reshard.formats.deepspeed.write.stage12 import make_rank_states
+from reshard.formats.deepspeed.write.spec import resolve_spec
 from reshard.formats.request import Request
 from reshard.training.state import build_writable_state
 
@@ -115,48 +113,6 @@ def test_every_layout_covers_every_tensor_once():
         assert len(skeleton.files) == 1 + count + (ranks if stage else 0)
 
 
-def test_pieces_are_equal_and_padded_as_deepspeed_pads():
-    chance = random.Random(4)
-    for _ in range(100):
-        source = random_manifest(chance)
-        ranks = chance.choice((1, 2, 3, 5, 8, 33))
-        choice = resolve_spec(
-            build_writable_state(source), Request(world_size=ranks, zero_stage=2, dtype=None)
-        )
-        states = [state for _, state in make_rank_states(choice, range(ranks))]
-        for number, members in enumerate(choice.flats):
-            paddings = states[0]["param_alignment_paddings"][number]
-            numel = sum(prod(m.weight.shape) for m in members) + sum(paddings)
-            whole_numel = -(-numel // (2 * ranks)) * 2 * ranks
-            slots = [s["base_optimizer_state"]["state"][number]["exp_avg"].shape for s in states]
-            assert slots == [(whole_numel // ranks,)] * ranks
-            masters = [s["single_partition_of_fp32_groups"][number].shape[0] for s in states]
-            tails = [s["group_paddings"][number] for s in states]
-            assert [a + b for a, b in zip(masters, tails, strict=True)] == [s[0] for s in slots]
-            assert sum(tails) == whole_numel - numel
-            assert all(tail == 0 or after == slots[0][0] for tail, after in pairwise(tails))
-            check_addresses(choice, number, [s["param_slice_mappings"][number] for s in states])
-
-
-def check_addresses(choice, number, mappings):
-    """Check that every parameter's fragments cover it, and are named in the user's order."""
-    names = [member.fqn for member in choice.groups[number].members]
-    sizes = {m.fqn: prod(m.weight.shape) for m in choice.groups[number].members}
-    found = dict.fromkeys(names, 0)
-    for mapping in mappings:
-        assert list(mapping) == [name for name in names if name in mapping]
-        for name, address in mapping.items():
-            found[name] += address.state["numel"]
-    assert found == sizes
-
-
-def test_turns_and_back():
-    for count in range(12):
-        for ranks in range(1, 6):
-            members = list(range(count))
-            assert order.undo_round_robin(order.to_round_robin(members, ranks), ranks) == members
-
-
 def test_a_run_that_took_turns_takes_them_at_the_new_size():
     names = "abcdefg"
     turned = order.to_round_robin(names, 3)
@@ -175,17 +131,6 @@ def test_other_frameworks_groups_are_put_into_the_models_order():
         state = build_writable_state(replace(source, origin=replace(source.origin, format=origin)))
         choice = resolve_spec(state, Request(world_size=2, zero_stage=2))
         assert "".join(member.fqn for member in choice.flats[0]) == wanted
-
-
-def test_alignment_is_in_elements_of_the_module():
-    config = {"zero_optimization": {"parameter_alignment": True}}
-    source = manifest([[("a", (3,)), ("b", (8,)), ("c", (1,))]], config=config)
-    for precision, paddings in ((BFLOAT16, [5, 0, 0]), (FLOAT32, [1, 0, 0])):
-        choice = resolve_spec(
-            build_writable_state(source), Request(world_size=2, zero_stage=1, dtype=precision)
-        )
-        _, state = next(make_rank_states(choice, [0]))
-        assert state["param_alignment_paddings"] == [paddings]
 
 
 def test_sub_groups_close_when_they_are_full():
@@ -210,16 +155,6 @@ def test_steps_that_differ_are_refused_where_one_counts_for_all():
         with pytest.raises(UnsupportedError, match=r"'b' 3\.0 times"):
             write.lay_out(build_writable_state(source), Request(world_size=2, zero_stage=stage))
     write.lay_out(build_writable_state(source), Request(world_size=2, zero_stage=0))
-
-
-def test_what_was_never_stepped_begins_with_zeros_and_is_named():
-    source = manifest([[("a", (2,)), ("b", (2,))]])
-    kept = [e for e in source.entries.values() if e.kind == "master" or e.fqn == "a"]
-    state = build_writable_state(source.with_entries(kept))
-    assert write.lay_out(state, Request(world_size=2, zero_stage=2)).notes == (
-        "never stepped, so its state starts at zero: b",
-    )
-    assert write.lay_out(state, Request(world_size=2, zero_stage=0)).notes == ()
 
 
 @pytest.mark.parametrize("missing", ["slot", "step", "hyper", "absent", "factored"])
@@ -258,12 +193,6 @@ def test_requests_that_cannot_be(asked):
     state = build_writable_state(manifest([[("a", (2,))]]))
     with pytest.raises(UsageError):
         write.lay_out(state, Request(**{"world_size": 2, **asked}))
-
-
-def test_weights_alone_are_of_the_precision_of_the_run():
-    source = manifest([[("a", (2,))]])
-    assert find_precision(build_writable_state(source, weights_only=True)) == BFLOAT16
-    assert find_precision(build_writable_state(source)) == BFLOAT16
 
 
 def test_client_values_are_carried_only_as_what_they_are():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import pickle
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -59,6 +60,18 @@ def test_a_library_is_named(tmp_path, name, place, files):
         with pytest.raises(UnsupportedError, match=f"of {name}") as caught:
             reshard.inspect(path)
         assert caught.value.remedy
+
+
+def test_a_format_of_another_package_may_read_what_a_library_saved(tmp_path):
+    save_file({"weight": torch.ones(2)}, tmp_path / "model.safetensors")
+    (tmp_path / ".snapshot_metadata").write_text("{}")
+
+    def detect(location):
+        return ".snapshot_metadata" in location.files
+
+    theirs = replace(registry.get_format("huggingface"), name="theirs", detect=detect)
+    with registry.add_format(theirs):
+        assert reshard.inspect(tmp_path).manifest.entries
 
 
 def test_a_format_of_a_package_that_is_not_installed_is_named(monkeypatch):

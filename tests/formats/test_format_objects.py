@@ -113,6 +113,8 @@ def test_an_unknown_format_is_refused_with_the_names_of_all(tmp_path):
 def test_the_kit_accepts_a_format_of_another_package(listed, tmp_path):
     place, weights = listed
     check_format(LISTED, [Example(path=place, weights=weights)], tmp_path / "kit")
+    with registry.add_format(LISTED):
+        assert reshard.inspect(place).warnings == []
 
 
 def test_the_kit_finds_wrong_values(listed, tmp_path):

@@ -1,19 +1,27 @@
-"""A real checkpoint of Megatron-Bridge: its configuration stands for the arguments."""
+"""A real checkpoint of Megatron-Bridge: its configuration stands for the arguments; LoRA."""
 
 from __future__ import annotations
 
 import json
 from pathlib import Path
 
+import numpy as np
 import pytest
 import yaml
 
 import reshard
 from reshard import formats
+from reshard.core.box import Box
+from reshard.core.chunks import Chunk
+from reshard.core.dtypes import FLOAT32
 from reshard.core.location import Location
 from reshard.errors import CorruptError, UnsupportedError
-from reshard.formats.megatron import run_config
+from reshard.formats.megatron import inferred, run_config
+from reshard.formats.megatron.arguments import Arguments
+from reshard.layouts.model_parallel.adapters import restore_rows
 from reshard.layouts.model_parallel.megatron_traits import parse_args
+from reshard.layouts.model_parallel.rules import load_whole_table
+from reshard.state_dict.global_tensor import GlobalTensor
 from tests.support.digests import compute_digests
 from tests.support.directories import unpack
 
@@ -78,9 +86,9 @@ def test_another_grid_holds_the_same_and_has_arguments(run, tmp_path, form):
     assert {name: train.config[name] for name in stated} == stated
 
 
-def test_a_run_of_an_adapter_is_refused(run):
-    edit(run, lambda config: config.update(peft={"_target_": "megatron.bridge.peft.lora.LoRA"}))
-    with pytest.raises(UnsupportedError, match=r"PEFT \(LoRA\)"):
+def test_a_run_of_another_adapter_than_lora_is_refused(run):
+    edit(run, lambda config: config.update(peft={"_target_": "megatron.bridge.peft.dora.DoRA"}))
+    with pytest.raises(UnsupportedError, match=r"PEFT \(DoRA\)"):
         formats.read(run)
 
 
@@ -169,3 +177,43 @@ def test_a_document_of_another_kind_is_refused(run, text):
     (run / STEP / run_config.NAME).write_text(text)
     with pytest.raises(CorruptError, match=run_config.NAME):
         formats.read(run)
+
+
+MLP, LORA_B = "decoder.layers.0.mlp", "linear_fc1.lora_B.default.weight"
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_rows_of_gate_and_up_of_ms_swift_are_put_in_order(ranks):
+    rows = np.arange(16)  # of the gate, then of up
+    stored = rows.reshape(2, ranks, -1).swapaxes(0, 1).ravel()
+    chunk = Chunk(Box((0, 0), (16, 1)), "f", 0, (4, 4), FLOAT32)
+    found = np.zeros_like(rows)
+    for part in restore_rows(f"{MLP}.{LORA_B}", (16, 1), [chunk], ranks, gated=True):
+        first, count = part.box.origin[0], part.box.shape[0]
+        at = part.byte_offset // 4 + np.arange(count) * (part.byte_strides[0] // 4)
+        found[first : first + count] = stored[at]
+    assert found.tolist() == rows.tolist()
+
+
+def test_matrices_that_bridge_cuts_are_whole_in_ms_swift():
+    table = load_whole_table("megatron")
+    cuts = {
+        "linear_fc1.lora_A.default.weight": "replicated",
+        "linear_fc2.lora_A.default.weight": "row",
+        "linear_fc2.lora_B.default.weight": "replicated",
+        "linear_fc1.adapter.linear_in.weight": "column",
+        "linear_fc2.adapter.linear_out.weight": "column",
+    }
+    assert {name: table.require(f"{MLP}.{name}", {}).rule.cut for name in cuts} == cuts
+    with pytest.raises(UnsupportedError, match="experts of a rank share an adapter"):
+        table.require(f"{MLP}.experts.experts.linear_fc1.adapter.linear_in.weight", {})
+
+
+def test_a_matrix_that_may_have_a_gate_is_refused():
+    stored = {f"decoder.layers.mlp.{LORA_B}": GlobalTensor(FLOAT32, (2, 16, 4), ())}
+    args = Arguments("common.pt", {"tensor_model_parallel_size": 2})
+    with pytest.raises(UnsupportedError, match=r"(?s)no adapter of linear_fc2.*megatron export"):
+        inferred.infer_gated_adapters(args, stored)
+    fc2 = GlobalTensor(FLOAT32, (2, 4, 8), ())
+    both = stored | {"decoder.layers.mlp.linear_fc2.lora_A.default.weight": fc2}
+    assert inferred.infer_gated_adapters(args, both).gated

@@ -5,6 +5,7 @@ Against every form of every grid they are judged in ``judged/test_megatron_reade
 
 from __future__ import annotations
 
+import functools
 import json
 import re
 import shutil
@@ -38,9 +39,8 @@ from reshard.errors import (
 from reshard.formats.megatron import dist as dist_format
 from reshard.formats.megatron import grouped, names, train, translate
 from reshard.formats.megatron.arguments import Arguments
-from reshard.formats.megatron.directory import covers_experts, find_ranks, list_saving_ranks
-from reshard.formats.megatron.optimizers import buckets, dist_flat, flat_buffers, frozen
-from reshard.formats.megatron.optimizers.buckets import Param
+from reshard.formats.megatron.directory import covers_experts, find_ranks
+from reshard.formats.megatron.optimizers import dist_flat, flat_buffers, frozen
 from reshard.formats.megatron.optimizers.groups import explain_unassigned, updates_matrices
 from reshard.layouts.model_parallel.rules import load_table
 from reshard.state_dict.optimizers.states import ParsedOptimizer
@@ -74,37 +74,60 @@ def dist(tmp_path):
 
 
 @pytest.fixture(scope="module")
-def old(tmp_path_factory):
+def unpacked(tmp_path_factory):
+    """Return a function: a packed run -> the folder of its forms, which are not to be changed."""
+
+    @functools.cache
+    def find(packed):
+        return unpack(packed, tmp_path_factory.mktemp("packed"))
+
+    return find
+
+
+@pytest.fixture
+def old(unpacked):
     """Return two forms of a run of core 0.9.0."""
-    folder = tmp_path_factory.mktemp("old")
-    return unpack(PACKED, folder)
+    return unpacked(PACKED)
+
+
+@pytest.fixture
+def new(unpacked):
+    """Return two forms of a run of core 0.19.2 with a layer of multi-token prediction."""
+    return unpacked(PACKED_019)
+
+
+def of_019(name):
+    return PACKED_019.with_name(f"{name}.tar.xz")
 
 
 @pytest.mark.parametrize(
     ("place", "layers"),
-    [(RANKS, 4), (DIST, 4), (RANGES, 2)],
-    ids=["torch", "torch_dist", "flat_ranges"],
+    [
+        (RANKS, 4),
+        (DIST, 4),
+        (RANGES, 2),
+        *((PACKED / form, 2) for form in ("torch_dist", "torch_dist_bucket")),
+        # Both have the names of torch_dist, and torch_dist has no common.pt.
+        *((PACKED_019 / form, 2) for form in ("torch", "torch_dist")),
+        *((of_019("mixtral_lion_ep2") / form, 2) for form in ("torch", "torch_dist")),
+        *(
+            (of_019("hybrid_mtp_pp2") / form, 4)
+            for form in ("torch", "torch_dist", "torch_dist_gather_scatter")
+        ),
+    ],
+    ids=lambda value: str(value).partition("data/")[2] if isinstance(value, Path) else "",
 )
-def test_every_tensor_has_the_bytes_that_megatron_holds(place, layers):
-    _check_bytes(place, layers)
-
-
-@pytest.mark.parametrize("form", ["torch_dist", "torch_dist_bucket"])
-def test_buckets_and_ranges_of_core_0_9_hold_the_same_bytes(old, form):
-    _check_bytes(old / form, 2)
-
-
-@pytest.fixture(scope="module")
-def new(tmp_path_factory):
-    """Return two forms of a run of core 0.19.2 with a layer of multi-token prediction."""
-    folder = tmp_path_factory.mktemp("new")
-    return unpack(PACKED_019, folder)
-
-
-@pytest.mark.parametrize("form", ["torch", "torch_dist"])
-def test_core_0_19_holds_the_same_bytes(new, form):
-    """Both have the names of torch_dist, and torch_dist has no common.pt."""
-    _check_bytes(new / form, 2)
+def test_every_tensor_has_the_bytes_that_megatron_holds(place, layers, unpacked):
+    if place.parent.suffix == ".xz":
+        place = unpacked(place.parent) / place.name
+    expected = json.loads((place.parent / "expected.json").read_text())
+    with reshard.open(place) as checkpoint:
+        manifest = checkpoint.manifest
+        found = compute_digests(checkpoint)
+    assert found == expected["tensors"]
+    assert set(manifest.train.optimizer_step.values()) == {expected["steps"]}
+    assert manifest.train.step == 3
+    assert manifest.train.config["num_layers"] == layers
 
 
 @pytest.mark.parametrize(
@@ -123,26 +146,11 @@ def test_the_torch_format_has_the_source_s_names_of_layers_of_mtp(new, tmp_path,
     written = (tmp_path / "out" / STEP / stem).read_bytes()
     names = {"mtp_model_layer", "transformer_layer"}
     assert {name for name in names if f"mtp.layers.0.{name}.".encode() in written} == {inner}
-    assert reshard.diff(new / "torch", tmp_path / "out", kinds=["weight", "optimizer"]).same
+    assert_same(new / "torch", tmp_path / "out")
 
 
-def _check_bytes(place, layers):
-    expected = json.loads((place.parent / "expected.json").read_text())
-    with reshard.open(place) as checkpoint:
-        manifest = checkpoint.manifest
-        found = compute_digests(checkpoint)
-    assert found == expected["tensors"]
-    assert set(manifest.train.optimizer_step.values()) == {expected["steps"]}
-    assert manifest.train.step == 3
-    assert manifest.train.config["num_layers"] == layers
-
-
-def test_metadata_of_another_iteration_is_refused(dist, tmp_path):
-    about = dist / STEP / ".metadata"
-    about.write_bytes(about.read_bytes().replace(b"iter_0000003", b"iter_0000004"))
-    with pytest.raises(CorruptError, match=r"iteration 3, but \.metadata says iteration 4"):
-        reshard.merge(dist, tmp_path / "out")
-    assert {c.name: c.status for c in reshard.verify(dist).checks}["ranks"] == "failed"
+def assert_same(a, b):
+    assert reshard.diff(a, b, kinds=["weight", "optimizer"]).same
 
 
 def test_a_directory_of_another_iteration_is_warned_of(dist):
@@ -226,7 +234,7 @@ def test_core_0_9_gets_the_only_form_that_it_loads_on_any_grid(old, tmp_path, fo
     )
     assert keys == wanted
     assert keys["chained_0.optimizer.state.exp_avg.decoder.final_layernorm.weight"] == (8,)
-    assert reshard.diff(old / form, out, kinds=["weight", "optimizer"]).same
+    assert_same(old / form, out)
 
 
 def test_param_groups_of_old_cores_are_in_each_rank_s_own_order(tmp_path):
@@ -241,7 +249,7 @@ def test_param_groups_of_old_cores_are_in_each_rank_s_own_order(tmp_path):
             [group["wd_mult"] for group in state["optimizer"]["optimizer"]["param_groups"]]
         )
     assert orders == [[1.0, 0.0], [0.0, 1.0]]
-    assert reshard.diff(RANGES, tmp_path / "out", kinds=["weight", "optimizer"]).same
+    assert_same(RANGES, tmp_path / "out")
 
 
 def test_the_grid_the_form_and_the_tied_name_are_told():
@@ -256,13 +264,10 @@ def test_the_grid_the_form_and_the_tied_name_are_told():
     assert [len(group.fqns) for group in dist.train.param_groups] == [18, 9]
 
 
-@pytest.mark.parametrize("tag", ["3", STEP])
-def test_a_step_is_chosen_by_number_or_name(ranks, tag):
+def test_a_step_is_chosen_by_number_or_name_and_release_is_followed(ranks):
     (ranks / "latest_checkpointed_iteration.txt").unlink()
-    assert formats.read(ranks, tag=tag).train.step == 3
-
-
-def test_release_is_followed(ranks):
+    for tag in ("3", STEP):
+        assert formats.read(ranks, tag=tag).train.step == 3
     (ranks / STEP).rename(ranks / "release")
     (ranks / "latest_checkpointed_iteration.txt").write_text("release\n")
     assert formats.read(ranks).origin.path.endswith("release")
@@ -272,16 +277,6 @@ def test_release_is_followed(ranks):
 def test_one_rank_is_not_the_checkpoint(name):
     with pytest.raises(UsageError, match=rf"pass the directory above: .*{STEP}"):
         formats.read(RANKS / STEP / name)
-
-
-@pytest.mark.parametrize("name", ["model_optim_rng.pt", "stage.pt", "rank0.pt"])
-def test_a_rank_s_file_without_its_folder_is_not_a_model(tmp_path, name):
-    rank = DATA / "llama_tp2pp2" / "ckpt" / STEP / "mp_rank_00_001"
-    shutil.copy(rank / "model_optim_rng.pt", tmp_path / name)
-    for path in (tmp_path, tmp_path / name):
-        with pytest.raises(UnsupportedError, match=r"one of Megatron's .* states tp 2, pp 2"):
-            formats.read(path)
-    assert formats.read(tmp_path, force="torch").train.step == 3
 
 
 @pytest.mark.parametrize("name", [".metadata", "common.pt", "__0_0.distcp"])
@@ -301,36 +296,11 @@ def test_a_folder_of_another_grid_is_named(ranks):
         formats.read(ranks)
 
 
-def test_a_truncated_file_is_named(ranks):
-    file = ranks / STEP / "mp_rank_00_001" / "model_optim_rng.pt"
-    file.write_bytes(file.read_bytes()[:40_000])
-    with pytest.raises(CorruptError, match=r"mp_rank_00_001/model_optim_rng\.pt.*"):
-        formats.read(ranks)
-
-
-def test_a_rank_of_another_step_is_named(ranks):
-    change(ranks / STEP / "mp_rank_00_001" / "model_optim_rng.pt", iteration=7)
-    with pytest.raises(
-        CorruptError, match=r"mp_rank_00_001.*states iteration 7, but mp_rank_00_000 states 3"
-    ):
-        formats.read(ranks)
-
-
-def test_a_rank_of_another_run_is_named(ranks):
-    change(ranks / STEP / "mp_rank_00_001" / "model_optim_rng.pt", seed=5)
-    with pytest.raises(CorruptError, match=r"mp_rank_00_001.*states seed 5, but mp_rank_00_000"):
-        formats.read(ranks)
-
-
-def test_exchanged_folders_are_found_by_the_rank_that_saved_them(ranks):
-    for rank, folder in enumerate(sorted((ranks / STEP).iterdir())):
-        change(folder / "model_optim_rng.pt", rank=2 * rank)
-    assert formats.read(ranks).train.step == 3
-    first, second = sorted((ranks / STEP).iterdir())
-    first.rename(ranks / "kept")
-    second.rename(first)
-    (ranks / "kept").rename(second)
-    with pytest.raises(CorruptError, match="saved by rank 2, but is in folder mp_rank_00_001"):
+@pytest.mark.parametrize(("name", "value"), [("iteration", 7), ("seed", 5)])
+def test_a_rank_of_another_step_or_run_is_named(ranks, name, value):
+    change(ranks / STEP / "mp_rank_00_001" / "model_optim_rng.pt", **{name: value})
+    said = f"mp_rank_00_001.*states {name} {value}, but mp_rank_00_000 states"
+    with pytest.raises(CorruptError, match=said):
         formats.read(ranks)
 
 
@@ -363,13 +333,6 @@ def test_flat_buffers_of_a_longer_chain_are_left_out(monkeypatch):
     monkeypatch.setattr(dist_flat.FlatBuffers, "_numbers", range(3))
     manifest = formats.read(DIST)
     assert any("left out: it is a chain of 3 optimizers" in text for text in manifest.warnings)
-
-
-def test_an_optimizer_file_of_another_rank_does_not_fit(ranks):
-    first, second = sorted((ranks / STEP).iterdir())
-    shutil.copy(first / "distrib_optim.pt", second / "distrib_optim.pt")
-    with pytest.raises(CorruptError, match=r"flat buffer 0 has .* but Megatron's layout"):
-        formats.read(ranks)
 
 
 def test_the_optimizer_s_files_are_of_all_ranks_or_of_none(ranks):
@@ -412,13 +375,6 @@ def test_without_what_all_ranks_share_torch_dist_is_incomplete(dist, tmp_path):
     assert len(weights["decoder.layers.self_attention.linear_proj.weight"]) == 4
 
 
-def test_a_save_that_was_interrupted_is_told(ranks):
-    shutil.rmtree(ranks / STEP)
-    (ranks / STEP).mkdir()
-    with pytest.raises(UnrecognisedError):
-        formats.read(ranks)
-
-
 def test_copies_that_differ_are_refused_or_the_first_is_taken(ranks, tmp_path):
     """The last stage's copy of the embedding, in the weights and in the optimizer's."""
     last = ranks / STEP / "mp_rank_00_001" / "distrib_optim.pt"
@@ -440,57 +396,30 @@ def test_copies_that_differ_are_refused_or_the_first_is_taken(ranks, tmp_path):
 # The rules, against what Megatron-core's own functions gave for these arguments
 
 
+def stated(layers, stages, chunks=None, **more):
+    given = {"num_layers": layers, "pipeline_model_parallel_size": stages, **more}
+    if chunks:
+        given["virtual_pipeline_model_parallel_size"] = chunks
+    return Arguments("args", given)
+
+
+FIRST, LAST = (f"decoder_{which}_pipeline_num_layers" for which in ("first", "last"))
+ACCOUNTED = {f"account_for_{part}_in_pipeline_split": True for part in ("embedding", "loss")}
+
+
 @pytest.mark.parametrize(
-    ("given", "wanted"),
+    ("args", "wanted"),
     [
-        ({"num_layers": 8, "pipeline_model_parallel_size": 4}, [[2, 2, 2, 2]]),
-        (
-            {
-                "num_layers": 8,
-                "pipeline_model_parallel_size": 2,
-                "virtual_pipeline_model_parallel_size": 2,
-            },
-            [[2, 2], [2, 2]],
-        ),
-        (
-            {
-                "num_layers": 8,
-                "pipeline_model_parallel_size": 3,
-                "decoder_first_pipeline_num_layers": 2,
-            },
-            [[2, 3, 3]],
-        ),
-        (
-            {
-                "num_layers": 9,
-                "pipeline_model_parallel_size": 4,
-                "decoder_first_pipeline_num_layers": 1,
-                "decoder_last_pipeline_num_layers": 2,
-            },
-            [[1, 3, 3, 2]],
-        ),
-        (
-            {
-                "num_layers": 6,
-                "pipeline_model_parallel_size": 4,
-                "account_for_embedding_in_pipeline_split": True,
-                "account_for_loss_in_pipeline_split": True,
-            },
-            [[1, 2, 2, 1]],
-        ),
-        (
-            {
-                "num_layers": 7,
-                "pipeline_model_parallel_size": 2,
-                "virtual_pipeline_model_parallel_size": 2,
-                "pipeline_model_parallel_layout": "Et|(tt|)*2tt,L",
-            },
-            [[1, 2], [2, 2]],
-        ),
+        (stated(8, 4), [[2, 2, 2, 2]]),
+        (stated(8, 2, 2), [[2, 2], [2, 2]]),
+        (stated(8, 3, **{FIRST: 2}), [[2, 3, 3]]),
+        (stated(9, 4, **{FIRST: 1, LAST: 2}), [[1, 3, 3, 2]]),
+        (stated(6, 4, **ACCOUNTED), [[1, 2, 2, 1]]),
+        (stated(7, 2, 2, pipeline_model_parallel_layout="Et|(tt|)*2tt,L"), [[1, 2], [2, 2]]),
     ],
 )
-def test_layers_lie_over_stages_as_megatron_lays_them(given, wanted):
-    assert [list(stages) for stages in Arguments("args", given).list_layers()] == wanted
+def test_layers_lie_over_stages_as_megatron_lays_them(args, wanted):
+    assert [list(stages) for stages in args.list_layers()] == wanted
 
 
 @pytest.mark.parametrize(
@@ -510,29 +439,23 @@ def test_a_layout_states_the_stage_that_predicts_more_tokens(layout, stage):
     assert Arguments("args", {**values, "mtp_num_layers": None}).locate_mtp(2) is None
 
 
+@pytest.mark.parametrize(
+    ("last", "wanted"),
+    [  # ``RankGenerator`` with the order tp-cp-ep-dp-pp, and tp-cp-ep-pp-dp
+        (False, [(0, 0), (1, 0), (0, 0), (1, 0), (0, 0), (1, 0), (0, 0), (1, 0), (0, 1)]),
+        (True, [(0, 0), (1, 0), (0, 0), (1, 0), (0, 1), (1, 1), (0, 1), (1, 1), (0, 0)]),
+    ],
+)
+def test_ranks_lie_in_the_order_of_the_mapping(last, wanted):
+    axes = dict.fromkeys(("tensor_model", "pipeline_model", "context"), 2)
+    sizes = {f"{axis}_parallel_size": size for axis, size in axes.items()}
+    args = Arguments("args", {**sizes, "world_size": 16, "use_tp_pp_dp_mapping": last})
+    assert [args.locate_rank(rank)[:2] for rank in range(9)] == wanted
+
+
 def test_layers_that_do_not_divide_are_refused():
-    args = Arguments("args", {"num_layers": 7, "pipeline_model_parallel_size": 2})
     with pytest.raises(CorruptError, match="7 layers over 2 pipeline stages"):
-        args.list_layers()
-
-
-def test_buckets_close_where_they_are_full_and_around_a_shared_embedding():
-    params = [
-        Param("embedding", (10, 7), alone=True),
-        Param("a", (100,)),
-        Param("b", (65,)),
-        Param("c", (30,)),
-    ]
-    one = buckets.make_buckets(params, None)
-    assert [(m.fqn, m.start) for m in one[0].members] == [("c", 0), ("b", 64), ("a", 192)]
-    assert [bucket.numel for bucket in one] == [320, 70], "aligned before the embedding"
-    two = buckets.make_buckets(params, 129)
-    assert [bucket.numel for bucket in two] == [129, 128, 70]
-    flat, numel = buckets.concatenate(two)
-    assert (flat[2].start, numel) == (129, 327)
-    for made in (one, two):
-        assert buckets.fit_buckets(params, [bucket.numel for bucket in made]) == made
-    assert buckets.fit_buckets(params, [129, 100, 98]) is None
+        stated(7, 2).list_layers()
 
 
 def entry_of(tensor, name):
@@ -558,63 +481,32 @@ def test_query_key_and_value_of_old_versions_are_ordered_as_megatron_orders_them
     assert torch.equal(built(found, {"f": stored.flatten()}), want)
 
 
-@pytest.mark.parametrize(
-    ("key", "name"),
-    [
-        ("decoder.layers.mlp.linear_fc2.weight", "decoder.layers.{}.mlp.linear_fc2.weight"),
-        ("decoder.layers.3.mlp.linear_fc2.weight", None),
-        ("decoder.final_layernorm.weight", None),
-    ],
-)
-def test_stacked_layers_are_told_from_numbered_ones(key, name):
-    assert names.parse_stacked(key) == name
-
-
-@pytest.mark.parametrize(
-    ("impl", "grouped_gemm", "name", "wanted"),
-    [
-        ("local", False, "mlp.linear_fc1.layer_norm_weight", "pre_mlp_layernorm.weight"),
-        (
-            "transformer_engine",
-            False,
-            "mlp.linear_fc1.layer_norm_weight",
-            "mlp.linear_fc1.layer_norm_weight",
-        ),
-        (
-            "transformer_engine",
-            True,
-            "mlp.experts.local_experts.2.linear_fc1.weight",
-            "mlp.experts.linear_fc1.weight2",
-        ),
-        (
-            "transformer_engine",
-            False,
-            "mlp.experts.local_experts.2.linear_fc1.weight",
-            "mlp.experts.local_experts.2.linear_fc1.weight",
-        ),
-    ],
-)
-def test_names_of_torch_dist_become_those_of_the_saving_model(impl, grouped_gemm, name, wanted):
-    args = Arguments("args", {"transformer_impl": impl, "moe_grouped_gemm": grouped_gemm})
-    found = names.spell_as_saved(load_table("megatron"), f"decoder.layers.1.{name}", args)
-    assert found == f"decoder.layers.1.{wanted}"
-
-
-def test_dense_and_expert_ranks_meet_where_experts_are_cut_otherwise():
-    args = Arguments(
-        "args",
-        {
-            "tensor_model_parallel_size": 2,
-            "expert_model_parallel_size": 4,
-            "expert_tensor_parallel_size": 1,
-        },
-    )
-    assert list_saving_ranks(args) == [(0, 0), (1, 1), (0, 2), (1, 3)]  # as core_v0.16.1 saved it
-    assert {args.get_expert_tensor_rank(tp, ep) for tp, ep in list_saving_ranks(args)} == {0}
-    args.values["expert_model_parallel_size"] = 1
-    assert list_saving_ranks(args) == [(0, 0), (1, 0)]  # core_v0.16.1 loads both, and saves one
-    args.values.update(tensor_model_parallel_size=4, expert_model_parallel_size=3)
-    assert list_saving_ranks(args) == [(0, 0), (3, 0), (1, 1), (2, 2)]  # by core_v0.18.0 on
+def test_modules_before_megatron_core_are_dicts_in_dicts_of_other_names(tmp_path):
+    """Megatron-LM 2.x: ``megatron/model/language_model.py``, ``gpt_model.py``."""
+    run, second = tmp_path / "run", "word_embeddings_for_head"
+    reshard.split(RANKS, run, weights_only=True)
+    reshard.merge(run, tmp_path / "wanted")
+    older = {
+        "decoder.": "transformer.",
+        "self_attention.linear_qkv": "attention.query_key_value",
+        "self_attention.linear_proj": "attention.dense",
+        "pre_mlp_layernorm": "post_attention_layernorm",
+        "mlp.linear_fc1": "mlp.dense_h_to_4h",
+        "mlp.linear_fc2": "mlp.dense_4h_to_h",
+    }
+    for path in run.rglob("model_optim_rng.pt"):
+        chunks = {key: value for key, value in read_root(path).items() if key.startswith("model")}
+        for key, chunk in chunks.items():
+            inner = {name: value for name, value in chunk.items() if "_extra" not in name}
+            head = inner.pop("output_layer.weight", None)
+            for pair in older.items():
+                inner = {name.replace(*pair): value for name, value in inner.items()}
+            nested = {} if head is None else {second: {"weight": head}}
+            change(path, **{key: {"language_model": inner, **nested}})
+    reshard.merge(run, tmp_path / "out")
+    first, other = (load_file(tmp_path / n / "model.safetensors") for n in ("wanted", "out"))
+    assert first.keys() == other.keys()
+    assert all(torch.equal(first[name], other[name]) for name in first)
 
 
 def test_nemo_s_keys_and_counters(monkeypatch):
@@ -743,11 +635,11 @@ def test_verl_s_migration_links_one_directory_to_three(tmp_path):
     assert reshard.diff(RANGES, tmp_path / "actor").same
 
 
-def test_buffers_of_adam_beside_a_layer_wise_muon_have_its_parameters_alone(tmp_path):
+def test_buffers_of_adam_beside_a_layer_wise_muon_have_its_parameters_alone(unpacked):
     """Muon's states have names; in the other form of the same run, Adam's have them, too."""
-    unpack(PACKED_019.with_name("muon_dp2.tar.xz"), tmp_path)
-    expected = json.loads((tmp_path / "expected.json").read_text())["tensors"]
-    flat, named = tmp_path / "dp_reshardable", tmp_path / "fully_reshardable"
+    run = unpacked(of_019("muon_dp2"))
+    expected = json.loads((run / "expected.json").read_text())["tensors"]
+    flat, named = run / "dp_reshardable", run / "fully_reshardable"
     with reshard.open(flat) as checkpoint:
         found = compute_digests(checkpoint)
         muons, *adams = checkpoint.manifest.train.param_groups
@@ -755,19 +647,17 @@ def test_buffers_of_adam_beside_a_layer_wise_muon_have_its_parameters_alone(tmp_
         fqn: found[fqn] for fqn in expected
     }
     assert (set(muons.fqns), [len(adam.fqns) for adam in adams]) == (set(expected), [2, 5])
-    assert reshard.diff(flat, named, kinds=["weight", "optimizer"]).same
+    assert_same(flat, named)
 
 
 @pytest.mark.parametrize("form", ["torch", "torch_dist", "torch_dist_gather_scatter"])
-def test_hybrid_models_of_core_0_19_state_their_stages_by_bars(tmp_path, form):
+def test_hybrid_models_of_core_0_19_state_their_stages_by_bars(unpacked, tmp_path, form):
     """Stages of one and three layers; the last one also has MTP, of an attention and an MLP."""
-    unpack(PACKED_019.with_name("hybrid_mtp_pp2.tar.xz"), tmp_path)
-    _check_bytes(tmp_path / form, 4)
-    out = tmp_path / "out"
+    run, out = unpacked(of_019("hybrid_mtp_pp2")), tmp_path / "out"
     sizes = {"tp": 1, "pp": 2, "dp": 1, "stage_layers": "3,1", "make_vocab_size_divisible_by": 8}
-    reshard.split(tmp_path / form, out, ckpt_format="torch", **sizes)
-    assert reshard.diff(tmp_path / form, out, kinds=["weight", "optimizer"]).same
-    places = (tmp_path / "torch" / STEP, out / STEP)
+    reshard.split(run / form, out, ckpt_format="torch", **sizes)
+    assert_same(run / form, out)
+    places = (run / "torch" / STEP, out / STEP)
     before, after = (
         [read_root(path) for path in sorted(place.rglob("model_optim_rng.pt"))] for place in places
     )
@@ -788,12 +678,12 @@ def test_hybrid_models_of_core_0_19_state_their_stages_by_bars(tmp_path, form):
         keys = DcpReader(tmp_path / "whole" / STEP).read_metadata().state_dict_metadata
     assert "decoder.layers.0.mixer.conv1d.weight.x" in keys
     assert "output_layer._extra_state/shard_0_1" in keys
-    assert reshard.diff(tmp_path / "whole", out, kinds=["weight", "optimizer"]).same
+    assert_same(tmp_path / "whole", out)
 
 
 def test_hybrid_models_have_the_names_of_their_files(tmp_path):
     """Their layers are those of ``--spec``, whatever ``--transformer-impl`` is."""
-    unpack(PACKED_019.with_name("hybrid_mtp_pp2.tar.xz"), tmp_path)
+    unpack(of_019("hybrid_mtp_pp2"), tmp_path)
     for path in (tmp_path / "torch").rglob("model_optim_rng.pt"):
         change(path, transformer_impl="local")
     sizes = {"tp": 1, "pp": 1, "dp": 1, "make_vocab_size_divisible_by": 8}
@@ -806,10 +696,10 @@ def test_hybrid_models_have_the_names_of_their_files(tmp_path):
     assert {key for key in real if key.startswith("decoder.")} <= written.keys()
 
 
-def test_mamba_layers_of_an_unknown_version_get_the_older_names(tmp_path):
-    unpack(PACKED_019.with_name("hybrid_mtp_pp2.tar.xz"), tmp_path)
+def test_mamba_layers_of_an_unknown_version_get_the_older_names(unpacked, tmp_path):
+    run = unpacked(of_019("hybrid_mtp_pp2"))
     sizes = {"tp": 1, "pp": 1, "dp": 1, "make_vocab_size_divisible_by": 8}
-    report = reshard.split(tmp_path / "torch", tmp_path / "dist", ckpt_format="torch_dist", **sizes)
+    report = reshard.split(run / "torch", tmp_path / "dist", ckpt_format="torch_dist", **sizes)
     common = tmp_path / "dist" / STEP / "common.pt"
     args = read_root(common)["args"]
     del vars(args)[names.CONVOLUTION_SINCE_019]
@@ -822,25 +712,23 @@ def test_mamba_layers_of_an_unknown_version_get_the_older_names(tmp_path):
     written = (tmp_path / "old" / STEP / "mp_rank_00" / "model_optim_rng.pt").read_bytes()
     assert b"mixer.conv1d.weight" in written
     assert b"mixer.conv1d_weight" not in written
-    assert reshard.diff(tmp_path / "dist", tmp_path / "old", kinds=["weight", "optimizer"]).same
+    assert_same(tmp_path / "dist", tmp_path / "old")
 
 
 @pytest.mark.parametrize("form", ["torch", "torch_dist"])
-def test_lion_has_the_matrices_of_layers_and_of_experts_and_adam_the_rest(tmp_path, form):
+def test_lion_has_the_matrices_of_layers_and_of_experts_and_adam_the_rest(unpacked, tmp_path, form):
     """A chain of three: Lion's groups do not name their optimizer, those of Adam do."""
-    unpack(PACKED_019.with_name("mixtral_lion_ep2.tar.xz"), tmp_path)
-    _check_bytes(tmp_path / form, 2)
+    source = unpacked(of_019("mixtral_lion_ep2")) / form
     options = {"pp": 2, "ep": 2, "dp": 2, "make_vocab_size_divisible_by": 8}
     for to in ("torch", "torch_dist"):
-        report = reshard.split(tmp_path / form, tmp_path / f"{to}_out", ckpt_format=to, **options)
+        report = reshard.split(source, tmp_path / f"{to}_out", ckpt_format=to, **options)
         assert not any("Adam" in note for note in report.notes)
-        kinds = ["weight", "optimizer"]
-        assert reshard.diff(tmp_path / form, tmp_path / f"{to}_out", kinds=kinds).same
+        assert_same(source, tmp_path / f"{to}_out")
     with pytest.raises(UnsupportedError, match="optimizer of the matrices") as refused:
-        reshard.split(tmp_path / form, tmp_path / "no", distributed_optimizer=True, **options)
+        reshard.split(source, tmp_path / "no", distributed_optimizer=True, **options)
     assert "--no-distributed-optimizer" in refused.value.remedy
-    for place in (form, "torch_out", "torch_dist_out"):
-        with reshard.open(tmp_path / place) as checkpoint:
+    for place in (source, tmp_path / "torch_out", tmp_path / "torch_dist_out"):
+        with reshard.open(place) as checkpoint:
             train = checkpoint.manifest.train
             adams = set(checkpoint.optimizer("exp_avg_sq"))
             lions = set(checkpoint) - adams
@@ -882,14 +770,13 @@ def test_one_layer_of_mtp_may_stand_for_several(new, tmp_path):
     reshard.split(source, tmp_path / "out", to="megatron", **options)
     with reshard.open(tmp_path / "out") as checkpoint:
         assert checkpoint.manifest.train.config["mtp_num_layers"] == 3
-    assert reshard.diff(source, tmp_path / "out", kinds=["weight", "optimizer"]).same
+    assert_same(source, tmp_path / "out")
 
 
-def test_mup_and_decoupled_rates_give_parameters_other_groups(tmp_path):
+def test_mup_and_decoupled_rates_give_parameters_other_groups(unpacked, tmp_path):
     """Only the form torch lists the members of its groups, and only torch_dist names the states."""
-    unpack(PACKED_019.with_name("llama_mup_tp2.tar.xz"), tmp_path)
-    torch, dist = tmp_path / "torch", tmp_path / "torch_dist"
-    out = tmp_path / "out"
+    run, out = unpacked(of_019("llama_mup_tp2")), tmp_path / "out"
+    torch, dist = run / "torch", run / "torch_dist"
     sizes = {"tp": 1, "pp": 2, "dp": 1, "make_vocab_size_divisible_by": 8}
     report = reshard.split(dist, out, to="megatron", ckpt_format="torch", **sizes)
     assert "core 0.16 to 0.18" in " ".join(report.notes)
@@ -904,9 +791,8 @@ def test_mup_and_decoupled_rates_give_parameters_other_groups(tmp_path):
     (matrices,) = (fqns for fqns, rate in found[0].items() if rate == scaled)
     assert len(matrices) == 8
     assert sorted(found[0].values()) == [scaled, 0.01, 0.03]
-    kinds = ["weight", "optimizer"]
-    assert reshard.diff(torch, dist, kinds=kinds).same
-    assert reshard.diff(out, dist, kinds=kinds).same
+    assert_same(torch, dist)
+    assert_same(out, dist)
 
 
 @pytest.mark.parametrize(

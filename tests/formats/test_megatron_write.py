@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from itertools import product
 from pathlib import Path
 from types import MappingProxyType, SimpleNamespace
 
@@ -17,8 +18,9 @@ from reshard.errors import CorruptError, IncompleteError, UnsupportedError
 from reshard.formats.megatron.arguments import Arguments
 from reshard.formats.megatron.write.groups import make_groups
 from reshard.training.state import TrainedGroup, TrainedParameter, Weight
+from tests.support.combinations import choose_combinations
 from tests.support.directories import unpack
-from tests.support.megatron_values import change, read_root
+from tests.support.megatron_values import change, copy_changed, read_root
 
 ROOT = Path(__file__).parents[2]
 DATA = ROOT / "tests" / "data"
@@ -27,28 +29,19 @@ DISTRIBUTED = DATA / "megatron" / "gpt2_vpp_distopt" / "torch"
 COUNTED = DATA / "megatron" / "llama_tp2pp2" / "ckpt"  # torch's AdamW
 PACKED = DATA / "megatron_core_0.9.0" / "mixtral_ep2.tar.xz"  # an optimizer of experts
 HETEROGENEOUS = DATA / "megatron" / "heterogeneous.tar.xz"
+ONE_RANK = {"tp": 1, "pp": 1, "dp": 1}
 STEP, LATER = "iter_0000003", 5
 
 
-@pytest.mark.parametrize("form", ["torch", "torch_dist"])
-@pytest.mark.parametrize("adam", ["fused", "torch"])
-@pytest.mark.parametrize("distributed", [False, True])
+@pytest.mark.parametrize(
+    ("form", "adam", "distributed"),
+    choose_combinations(product(["torch", "torch_dist"], ["fused", "torch"], [False, True])),
+)
 def test_skipped_updates_are_not_counted_by_the_optimizer(tmp_path, form, adam, distributed):
     """Three updates in five iterations: in two of them gradients overflowed."""
-    source = shutil.copytree(DISTRIBUTED, tmp_path / "source")
-    for file in source.rglob("model_optim_rng.pt"):
-        change(file, iteration=LATER)
-    out = tmp_path / "out"
-    reshard.split(
-        source,
-        out,
-        pp=1,
-        vpp=1,
-        dp=1,
-        ckpt_format=form,
-        adam=adam,
-        distributed_optimizer=distributed,
-    )
+    source, out = copy_changed(DISTRIBUTED, tmp_path / "source", iteration=LATER), tmp_path / "out"
+    options = {"ckpt_format": form, "adam": adam, "distributed_optimizer": distributed}
+    reshard.split(source, out, **ONE_RANK, vpp=1, **options)
     (file,) = [*out.rglob("model_optim_rng.pt"), *out.rglob("common.pt")]
     assert file.is_relative_to(out / f"iter_{LATER:07d}")
     if adam == "fused" or distributed:
@@ -62,17 +55,28 @@ def test_skipped_updates_are_not_counted_by_the_optimizer(tmp_path, form, adam, 
 
 @pytest.mark.parametrize("options", [{"adam": "fused"}, {"distributed_optimizer": True}])
 def test_parameters_of_a_group_must_have_as_many_updates(tmp_path, options):
-    source = shutil.copytree(COUNTED, tmp_path / "source")
-    for file in source.rglob("mp_rank_*_001/model_optim_rng.pt"):
-        optimizer = read_root(file)["optimizer"]
+    def count_one_more(optimizer):
         for state in optimizer["state"].values():
             state["step"] += 1
-        change(file, optimizer=optimizer)
+        return optimizer
+
+    second = "mp_rank_*_001/model_optim_rng.pt"
+    source = copy_changed(COUNTED, tmp_path / "source", second, optimizer=count_one_more)
     with pytest.raises(UnsupportedError, match=r"updated 3, 4 times"):
         reshard.split(source, tmp_path / "no", tp=1, pp=1, **options)
     advised = {"ckpt_format": "torch", "adam": "torch", "distributed_optimizer": False}
     reshard.split(source, tmp_path / "out", tp=1, pp=1, **advised)
-    assert reshard.diff(source, tmp_path / "out", kinds=["weight", "optimizer"]).same
+    assert_same(source, tmp_path / "out")
+
+
+def test_ranks_are_numbered_as_the_written_args_state(tmp_path):
+    source = copy_changed(COUNTED, tmp_path / "source", use_tp_pp_dp_mapping=True)
+    reshard.split(source, tmp_path / "out", tp=2, pp=2, dp=2)
+    assert_same(source, tmp_path / "out")
+
+
+def assert_same(a, b):
+    assert reshard.diff(a, b, kinds=["weight", "optimizer"]).same
 
 
 @pytest.mark.parametrize(
@@ -118,34 +122,36 @@ def _trained(decays, more=MappingProxyType({})):
 
 def test_a_slot_that_no_flat_buffer_holds_is_refused_with_advice_that_ends(tmp_path):
     """The source's own arguments ask for the distributed optimizer: no option is left out."""
-    source = shutil.copytree(COUNTED, tmp_path / "source")
-    for file in source.rglob("model_optim_rng.pt"):
-        optimizer = read_root(file)["optimizer"]
+
+    def add_slot(optimizer):
         for state in optimizer["state"].values():
             state["max_exp_avg_sq"] = state["exp_avg_sq"].clone()
-        change(file, optimizer=optimizer, use_distributed_optimizer=True)
-    sizes = {"tp": 1, "pp": 1, "dp": 1}
+        return optimizer
+
+    asked = {"optimizer": add_slot, "use_distributed_optimizer": True}
+    source = copy_changed(COUNTED, tmp_path / "source", **asked)
     with pytest.raises(UnsupportedError, match="stores only exp_avg and exp_avg_sq") as refused:
-        reshard.split(source, tmp_path / "no", **sizes)
+        reshard.split(source, tmp_path / "no", **ONE_RANK)
     assert refused.value.remedy == "write --no-distributed-optimizer"
-    reshard.split(source, tmp_path / "out", distributed_optimizer=False, **sizes)
-    assert reshard.diff(source, tmp_path / "out", kinds=["weight", "optimizer"]).same
+    reshard.split(source, tmp_path / "out", distributed_optimizer=False, **ONE_RANK)
+    assert_same(source, tmp_path / "out")
 
 
 def test_frozen_parameters_stay_without_optimizer_state(tmp_path):
     """Order and values say which of equal shapes is frozen; torch_dist has names."""
     embedding = "embedding.word_embeddings.weight"
-    source = shutil.copytree(COUNTED, tmp_path / "source")
-    for file in source.rglob("mp_rank_*_000/model_optim_rng.pt"):  # its first parameter
-        optimizer = read_root(file)["optimizer"]
+
+    def freeze_first(optimizer):
         states = [state for number, state in sorted(optimizer["state"].items()) if number]
         for group in optimizer["param_groups"]:
             group["params"] = [number - 1 for number in group["params"] if number]
-        change(file, optimizer=optimizer | {"state": dict(enumerate(states))})
-    sizes = {"tp": 1, "pp": 1, "dp": 1}
+        return optimizer | {"state": dict(enumerate(states))}
+
+    first = "mp_rank_*_000/model_optim_rng.pt"
+    source = copy_changed(COUNTED, tmp_path / "source", first, optimizer=freeze_first)
     for form, place in (("torch_dist", "dist"), ("torch", "back")):
         out = tmp_path / place
-        reshard.split(source, out, ckpt_format=form, **sizes)
+        reshard.split(source, out, ckpt_format=form, **ONE_RANK)
         with reshard.open(out) as checkpoint:
             train = checkpoint.manifest.train
         owned = {fqn for group in train.param_groups for fqn in group.fqns}
@@ -154,25 +160,28 @@ def test_frozen_parameters_stay_without_optimizer_state(tmp_path):
         source = out
     (file,) = source.rglob("model_optim_rng.pt")
     assert len(read_root(file)["optimizer"]["state"]) == 26
-    reshard.split(source, tmp_path / "flat", distributed_optimizer=True, **sizes)
+    reshard.split(source, tmp_path / "flat", distributed_optimizer=True, **ONE_RANK)
     with reshard.open(tmp_path / "flat") as checkpoint:
         assert checkpoint.manifest.frozen == {embedding}
-    assert reshard.diff(source, tmp_path / "flat", kinds=["weight", "optimizer"]).same
+    assert_same(source, tmp_path / "flat")
 
 
 def test_each_optimizer_of_a_chain_keeps_its_loss_scaler(tmp_path):
     """Where the gradients of dense parameters overflowed, the experts keep their scale."""
     unpack(PACKED, tmp_path)
     source = tmp_path / "torch_dist"
-    common = source / STEP / "common.pt"
-    optimizers = read_root(common)["optimizer"]
     scalers = [
         {"scale": [64.0], "growth_tracker": 0, "hysteresis_tracker": 1},
         {"scale": [1024.0], "growth_tracker": 7, "hysteresis_tracker": 2},
     ]
-    for number, scaler in enumerate(scalers):
-        optimizers[number]["grad_scaler"] = scaler | {"scale": torch.tensor(scaler["scale"])}
-    change(common, optimizer=optimizers)
+
+    def scale(optimizers):
+        for number, scaler in enumerate(scalers):
+            held = scaler | {"scale": torch.tensor(scaler["scale"])}
+            optimizers[number]["grad_scaler"] = held
+        return optimizers
+
+    change(source / STEP / "common.pt", optimizer=scale)
     reshard.split(source, tmp_path / "same", dtype="fp16", ep=2, dp=2, ckpt_format="torch")
     for file in (tmp_path / "same").rglob("model_optim_rng.pt"):
         found = [each["grad_scaler"] for each in read_root(file)["optimizer"]]
@@ -190,9 +199,8 @@ def test_masters_are_those_of_every_param_group(tmp_path):
     out = tmp_path / "out"
     reshard.split(DISTRIBUTED, out, pp=1, vpp=1, dp=1, distributed_optimizer=False)
     (file,) = out.rglob("model_optim_rng.pt")
-    optimizer = read_root(file)["optimizer"]
-    masters = optimizer["fp32_from_fp16_params"]
-    change(file, optimizer=optimizer | {"fp32_from_fp16_params": masters[:1]})
+    key = "fp32_from_fp16_params"
+    change(file, optimizer=lambda optimizer: optimizer | {key: optimizer[key][:1]})
     with pytest.raises(CorruptError, match="has fp32 copies of 1 param groups, but 2 groups"):
         reshard.open(out)
 
@@ -204,8 +212,7 @@ def test_a_third_optimizer_of_a_chain_is_not_dropped_unseen(tmp_path, distribute
     options = {"ckpt_format": "torch", "distributed_optimizer": distributed}
     reshard.split(tmp_path / "torch_dist", run, ep=2, dp=2, **options)
     for file in run.rglob("model_optim_rng.pt"):
-        optimizers = read_root(file)["optimizer"]
-        change(file, optimizer=[*optimizers, optimizers[1]])
+        change(file, optimizer=lambda optimizers: [*optimizers, optimizers[1]])
     with pytest.raises(IncompleteError, match="a chain of 3 optimizers, and reshard knows"):
         reshard.split(run, tmp_path / "no", ep=1, dp=1)
     report = reshard.merge(run, tmp_path / "weights.safetensors")
@@ -263,18 +270,18 @@ def test_values_of_a_script_do_not_replace_megatron_s_own(tmp_path):
 
 
 def test_states_are_not_numbered_in_an_order_that_is_not_known(tmp_path):
-    source = shutil.copytree(COUNTED, tmp_path / "source")
     one, two = (f"decoder.layers.0.{norm}_layernorm.weight" for norm in ("input", "pre_mlp"))
-    swapped = {one: two, two: one}
-    for file in source.rglob("model_optim_rng.pt"):
-        model = read_root(file)["model"]
-        change(file, model={swapped.get(n, n): model[swapped.get(n, n)] for n in model})
-    sizes = {"tp": 1, "pp": 1, "dp": 1}
+    names = {one: two, two: one}
+
+    def swap(model):
+        return {names.get(n, n): model[names.get(n, n)] for n in model}
+
+    source = copy_changed(COUNTED, tmp_path / "source", model=swap)
     with pytest.raises(UnsupportedError, match=r"layernorm.weight' is in a module whose position"):
-        reshard.split(source, tmp_path / "no", **sizes)
-    reshard.split(source, tmp_path / "weights", weights_only=True, **sizes)
-    reshard.split(source, tmp_path / "named", ckpt_format="torch_dist", **sizes)
-    assert reshard.diff(source, tmp_path / "named", kinds=["weight", "optimizer"]).same
+        reshard.split(source, tmp_path / "no", **ONE_RANK)
+    reshard.split(source, tmp_path / "weights", weights_only=True, **ONE_RANK)
+    reshard.split(source, tmp_path / "named", ckpt_format="torch_dist", **ONE_RANK)
+    assert_same(source, tmp_path / "named")
 
 
 @pytest.mark.parametrize(
@@ -287,15 +294,13 @@ def test_states_are_not_numbered_in_an_order_that_is_not_known(tmp_path):
     ],
 )
 def test_the_arguments_state_the_layers_of_each_stage(tmp_path, grid, counts):
-    source = shutil.copytree(COUNTED, tmp_path / "source")
-    flags = dict.fromkeys(("embedding", "loss"), True)
-    for file in source.rglob("model_optim_rng.pt"):
-        change(file, **{f"account_for_{part}_in_pipeline_split": v for part, v in flags.items()})
+    flags = {f"account_for_{part}_in_pipeline_split": True for part in ("embedding", "loss")}
+    source = copy_changed(COUNTED, tmp_path / "source", **flags)
     reshard.split(source, tmp_path / "out", tp=1, dp=1, **grid)
     file = next((tmp_path / "out").rglob("model_optim_rng.pt"))
     args = Arguments(str(file), vars(read_root(file)["args"]))
     assert list(args.list_layers()) == counts
-    assert reshard.diff(source, tmp_path / "out", kinds=["weight", "optimizer"]).same
+    assert_same(source, tmp_path / "out")
 
 
 @pytest.fixture(scope="module")
@@ -312,7 +317,7 @@ def test_layers_that_differ_go_to_other_ranks(heterogeneous, tmp_path, form):
     reshard.split(own, there, tp=2, pp=4, dp=1, ckpt_format=other)
     reshard.split(there, back, tp=1, pp=2, dp=1, ckpt_format=form)
     for found in (there, back):
-        assert reshard.diff(own, found, kinds=["weight", "optimizer"]).same
+        assert_same(own, found)
     if form == "torch_dist":
         assert _list_keys(back) == _list_keys(own)
         return
@@ -338,9 +343,7 @@ def test_layers_that_differ_go_to_other_ranks(heterogeneous, tmp_path, form):
 )
 def test_layers_have_numbers_where_megatron_expects_them(tmp_path, stated, is_stacked):
     """Megatron decides it by the arguments, also if all layers are alike."""
-    source = shutil.copytree(COUNTED, tmp_path / "source")
-    for file in source.rglob("model_optim_rng.pt"):
-        change(file, **stated)
+    source = copy_changed(COUNTED, tmp_path / "source", **stated)
     reshard.split(source, tmp_path / "out", ckpt_format="torch_dist")
     keys = _list_keys(tmp_path / "out")
     assert ("decoder.layers.self_attention.linear_proj.weight" in keys) is is_stacked
@@ -349,11 +352,9 @@ def test_layers_have_numbers_where_megatron_expects_them(tmp_path, stated, is_st
 
 def test_a_gated_matrix_is_recognised_by_the_name_of_its_activation(tmp_path):
     """Megatron and its forks differ in which argument says it; ``swiglu`` is only one."""
-    source = shutil.copytree(COUNTED, tmp_path / "source")
-    for file in source.rglob("model_optim_rng.pt"):
-        change(file, swiglu=False, glu_activation="swiglu")
+    source = copy_changed(COUNTED, tmp_path / "source", swiglu=False, glu_activation="swiglu")
     reshard.split(source, tmp_path / "out", tp=4, pp=1)
-    assert reshard.diff(source, tmp_path / "out", kinds=["weight", "optimizer"]).same
+    assert_same(source, tmp_path / "out")
 
 
 def _list_keys(run):

@@ -33,6 +33,7 @@ def test_the_ranks_files_are_merged_as_meta_s_own_code_has_the_model(tmp_path):
     found, wanted = load_file(tmp_path / "m.safetensors"), torch.load(SAMPLE / "expected.pt")
     assert found.keys() == wanted["model"].keys()
     assert all(torch.equal(found[key], value) for key, value in wanted["model"].items())
+    assert not {"params.json"} & reshard.inspect(SAMPLE).manifest.unread_files.keys()
 
 
 def test_a_directory_loads_in_transformers_with_meta_s_logits(tmp_path):

@@ -93,3 +93,19 @@ def test_micro_batches_of_accelerate_are_not_taken_for_steps(tmp_path):
     assert found.train.step is None
     assert found.train.opaque == {"accelerate's micro batches": 1}
     assert not find_counter_conflicts(found)
+
+
+@pytest.mark.parametrize("to", ["accelerate", "verl"])
+def test_a_scheduler_of_torch_gets_no_count_of_deepspeeds(to, tmp_path):
+    """A scheduler of torch takes any state, and would begin anew without an error."""
+    model = nn.Linear(3, 2)
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.ones(1, 3)).sum().backward()
+    optimizer.step()
+    saved = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+    torch.save(saved | {"scheduler": {"last_batch_iteration": 0}}, tmp_path / "a.pt")
+    report = reshard.split(tmp_path / "a.pt", tmp_path / "out", to=to)
+    assert "not copied: scheduler" in report.notes
+    assert not (tmp_path / "out" / "scheduler.bin").exists()
+    for path in (tmp_path / "out").glob("extra_state*"):
+        assert torch.load(path, weights_only=False)["lr_scheduler"] is None

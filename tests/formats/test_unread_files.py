@@ -131,3 +131,21 @@ def test_a_diff_compares_files_and_names_those_of_one_side(tmp_path):
     report = reshard.diff(one, tmp_path / "out")
     assert [value.name for value in report.train] == ["train/rank0.pt"]
     assert any(".metadata.json" in note for note in report.notes)
+
+
+@pytest.mark.parametrize("change", [lambda state: state["tail"].add_(1), lambda _state: None])
+def test_a_diff_compares_the_tensors_of_a_file_without_checksums(tmp_path, change):
+    paths = [save_olmo(tmp_path / name) for name in ("one", "two")]
+    for path in paths:
+        state = {"head": torch.ones(3), "tail": torch.zeros(3)}
+        if path == paths[1]:
+            change(state)
+        torch.save(state, path / "train/rank0.pt", _use_new_zipfile_serialization=False)
+    assert reshard.diff(*paths).same == (state["tail"].sum() == 0)
+
+
+def test_a_diff_compares_the_bytes_of_files_that_cannot_be_read(tmp_path):
+    paths = [save_olmo(tmp_path / name) for name in ("one", "two")]
+    for path in paths:
+        (path / "train/loader.json").write_text("{" + path.name)
+    assert [value.name for value in reshard.diff(*paths).train] == ["train/loader.json"]

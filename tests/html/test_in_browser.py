@@ -119,7 +119,7 @@ def test_a_kind_alone_stands_out(show):
 
 
 def test_a_thousand_ranks_are_drawn_at_once(show):
-    shapes = large_manifests.llama(layers=8)
+    shapes = large_manifests.llama(layers=2)
     sides = [
         shards.map_manifest("Before", large_manifests.zero3(shapes, 1024)),
         shards.map_manifest("After", large_manifests.flat(shapes, 256)),

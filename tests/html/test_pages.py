@@ -146,9 +146,9 @@ def test_ranks_that_are_alike_share_a_layout():
 
 
 def test_a_thousand_ranks_stay_small():
-    manifest = large_manifests.zero3(large_manifests.llama(layers=4), 1024)
+    manifest = large_manifests.zero3(large_manifests.llama(layers=1), 1024)
     side = shards.map_manifest("x", manifest)
-    assert sum(len(row.pieces) for row in side.rows) > 100_000
+    assert sum(len(row.pieces) for row in side.rows) > 30_000
     assert side.coarse == 0
     assert len(document.pack(side.to_json())) < 100_000
 
@@ -235,31 +235,18 @@ def test_names_are_never_markup():
     assert page.section("maps")["sides"][0]["tensors"][0][:2] == [HOSTILE, HOSTILE]
 
 
-def test_a_tensor_of_a_file_is_never_markup(tmp_path):
-    save_file({HOSTILE: torch.ones(2)}, tmp_path / "x.safetensors")
-    reshard.inspect(tmp_path / "x.safetensors", html=tmp_path / "x.html")
-    page = parsed(tmp_path / "x.html")
-    assert "img" not in {tag for tag, _ in page.elements}
-    assert page.section("table")["columns"][0]["values"] == [HOSTILE]
-
-
-def test_only_the_pages_own_script_may_run():
+def test_only_the_pages_own_script_may_run_and_nothing_is_loaded():
     page = Parsed(document.render(hostile_page()))
     policy = next(a["content"] for _, a in page.elements if "http-equiv" in a)
     digest = base64.b64encode(hashlib.sha256(page.raw["script"].encode()).digest()).decode()
     assert "default-src 'none'" in policy
     assert f"script-src 'sha256-{digest}'" in policy
-
-
-def test_nothing_is_loaded_from_elsewhere():
-    page = Parsed(document.render(hostile_page()))
     assert not any({"src", "href", "srcset"} & attrs.keys() for _, attrs in page.elements)
     assert not {"link", "iframe", "object", "base"} & {tag for tag, _ in page.elements}
-    assert "url(" not in page.raw["style"]
-    assert "@import" not in page.raw["style"]
-    for way in ("fetch(", "XMLHttpRequest", "WebSocket", "import(", "sendBeacon", "innerHTML"):
-        own = "".join((ASSETS / name).read_text() for name in document._SCRIPTS)
-        assert way not in own
+    own = "".join((ASSETS / name).read_text() for name in document._SCRIPTS)
+    ways = ("fetch(", "XMLHttpRequest", "WebSocket", "import(", "sendBeacon", "innerHTML")
+    assert [way for way in ways if way in own] == []
+    assert [way for way in ("url(", "@import") if way in page.raw["style"]] == []
 
 
 def test_the_same_report_gives_the_same_bytes(tmp_path):
@@ -326,25 +313,23 @@ def apart(*losses, steps=None):
     return list(Curves.of(series).differences())
 
 
-def test_equal_runs_are_equal_at_every_step():
-    (found,) = apart([3.0, nan, 1.0], [3.0, nan, 1.0])
-    assert (found.steps, found.equal, found.largest, found.first) == (3, 3, 0.0, None)
-
-
-def test_the_largest_difference_and_its_step_are_found():
-    (found,) = apart([4.0, 3.0, 2.0], [4.0, 3.25, 1.0])
-    assert (found.steps, found.equal, found.first) == (3, 1, 1)
-    assert (found.largest, found.at, found.relative) == (1.0, 2, 0.5)
+@pytest.mark.parametrize(
+    ("one", "two", "found"),  # steps, equal ones, the first that is not, the largest and its step
+    [
+        ([3.0, nan, 1.0], [3.0, nan, 1.0], (3, 3, None, 0.0, None)),
+        ([4.0, 3.0, 2.0], [4.0, 3.25, 1.0], (3, 1, 1, 1.0, 2)),
+        ([4.0, 3.0], [4.0, nan], (2, 1, 1, 0.0, None)),
+    ],
+)
+def test_the_largest_difference_and_its_step_are_found(one, two, found):
+    (each,) = apart(one, two)
+    assert (each.steps, each.equal, each.first, each.largest, each.at) == found
+    assert each.relative == each.largest / 2  # where it is largest, the first loss is 2.0
 
 
 def test_runs_are_compared_at_the_steps_that_both_have():
     (found,) = apart([4.0, 3.0, 2.0], [3.0, 2.0], steps=[[1, 2, 3], [2, 3]])
     assert (found.steps, found.equal) == (2, 2)
-
-
-def test_a_run_that_is_no_number_somewhere_is_not_equal_there():
-    (found,) = apart([4.0, 3.0], [4.0, nan])
-    assert (found.equal, found.first, found.largest, found.at) == (1, 1, 0.0, None)
 
 
 def test_series_must_have_a_value_a_step():
@@ -365,42 +350,30 @@ def test_inspect_writes_what_it_says(tmp_path):
     assert {"deepspeed, ZeRO stage 3", "bfloat16"} <= set(page.texts)
 
 
-@pytest.mark.parametrize("more", [[], ["--dry-run"]])
-def test_split_shows_before_and_after(tmp_path, more):
-    done = run(
-        "split",
-        EXAMPLE,
-        tmp_path / "two",
-        "--world-size",
-        "2",
-        "--html",
-        tmp_path / "x.html",
-        *more,
-    )
-    assert done.returncode == 0, done.stderr
+@pytest.mark.parametrize("dry_run", [False, True])
+def test_split_shows_before_and_after(tmp_path, dry_run):
+    options = {"world_size": 2, "html": tmp_path / "x.html", "dry_run": dry_run}
+    reshard.split(EXAMPLE, tmp_path / "two", **options)
     page = parsed(tmp_path / "x.html")
     before, after = page.section("maps")["sides"]
     assert (before["title"], len(before["rows"])) == ("Before", 4)
-    assert (after["title"], len([row for row in after["rows"] if row[1] is not None])) == (
-        "After",
-        2,
-    )
-    assert (tmp_path / "two").exists() != bool(more)
-    assert any("dry run" in text for text in page.texts) == bool(more)
+    ranks = [row for row in after["rows"] if row[1] is not None]
+    assert (after["title"], len(ranks)) == ("After", 2)
+    assert (tmp_path / "two").exists() != dry_run
+    assert any("dry run" in text for text in page.texts) == dry_run
 
 
 LAYOUTS = [
-    *(["--to", "deepspeed", "--zero-stage", str(stage)] for stage in range(4)),
-    ["--to", "deepspeed", "--zero-stage", "1", "--dtype", "fp32"],
-    *(["--to", to] for to in ("ds-universal", "dcp", "fsdp2", "accelerate", "verl", "torch")),
+    *({"to": "deepspeed", "zero_stage": stage} for stage in range(4)),
+    {"to": "deepspeed", "zero_stage": 1, "dtype": "fp32"},
+    *({"to": to} for to in ("ds-universal", "dcp", "fsdp2", "accelerate", "verl", "torch")),
 ]
 
 
-@pytest.mark.parametrize("layout", LAYOUTS, ids="-".join)
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
 def test_the_map_of_what_is_written_is_what_a_reader_finds(tmp_path, layout):
     out = tmp_path / "out"
-    done = run("convert", EXAMPLE, out, "--html", tmp_path / "x.html", "-q", *layout)
-    assert done.returncode == 0, done.stderr
+    reshard.split(EXAMPLE, out, html=tmp_path / "x.html", **layout)
     after = parsed(tmp_path / "x.html").section("maps")["sides"][1]
     manifest = formats.read([out])
     names = {path: str(Path(path).relative_to(out)) for path in manifest.files}
@@ -413,19 +386,11 @@ def test_the_map_of_what_is_written_is_what_a_reader_finds(tmp_path, layout):
 
 
 def test_what_the_report_says_stands_in_the_page(tmp_path):
-    done = run(
-        "convert", EXAMPLE, tmp_path / "v", "--to", "verl", "--html", tmp_path / "x.html", "--json"
-    )
-    report, page = json.loads(done.stdout), parsed(tmp_path / "x.html")
-    said = [
-        *report["kept"],
-        *report["derived"],
-        *report["dropped"],
-        *report["notes"],
-        *report["warnings"],
-    ]
+    done = reshard.split(EXAMPLE, tmp_path / "v", to="verl", html=tmp_path / "x.html")
+    lists = (done.kept, done.derived, done.dropped, done.notes, done.warnings)
+    said = {text for texts in lists for text in texts}
     assert said
-    assert set(said) <= set(page.texts)
+    assert said <= set(parsed(tmp_path / "x.html").texts)
 
 
 def test_diff_lists_what_is_unequal_and_keeps_its_exit_code(tmp_path):
@@ -433,8 +398,7 @@ def test_diff_lists_what_is_unequal_and_keeps_its_exit_code(tmp_path):
         held = {"same": torch.ones(3), "other": torch.tensor([1.0, value]), name: torch.ones(1)}
         save_file(held, tmp_path / f"{name}.safetensors")
     places = (tmp_path / "a.safetensors", tmp_path / "b.safetensors")
-    done = run("diff", *places, "--html", tmp_path / "x.html")
-    assert done.returncode == 1, done.stderr
+    assert reshard.diff(*places, html=tmp_path / "x.html").exit_code == 1
     page = parsed(tmp_path / "x.html")
     columns = {c["title"]: c["values"] for c in page.section("table")["columns"]}
     assert (columns["Name"], columns["Unequal"], columns["First at"]) == (["other"], [1], ["[1]"])
@@ -446,8 +410,8 @@ def columns_of(page):
 
 
 def test_verify_shows_its_checks_and_a_map(tmp_path):
-    done = run("verify", EXAMPLE, "--html", tmp_path / "x.html", "--json")
-    report, page = json.loads(done.stdout), parsed(tmp_path / "x.html")
+    report = reshard.verify(EXAMPLE, html=tmp_path / "x.html").to_dict()
+    page = parsed(tmp_path / "x.html")
     checks = columns_of(page)
     assert checks["Check"] == [check["name"] for check in report["checks"]]
     assert checks["Result"] == [check["status"] for check in report["checks"]]
@@ -463,9 +427,9 @@ def test_verify_writes_out_what_it_found(tmp_path, spoil):
     file.write_bytes(data)
     if spoil == "lost":
         file.unlink()
-    done = run("verify", tmp_path / "run", "--deep", "--html", tmp_path / "x.html", "--json")
-    report, page = json.loads(done.stdout), parsed(tmp_path / "x.html")
-    assert done.returncode == report["exit_code"] > 0
+    report = reshard.verify(tmp_path / "run", deep=True, html=tmp_path / "x.html").to_dict()
+    page = parsed(tmp_path / "x.html")
+    assert report["exit_code"] > 0
     found = [text for check in report["checks"] for text in check["failures"]]
     assert found
     assert set(found) <= set(page.texts)

@@ -61,8 +61,16 @@ class Value:
             object.__setattr__(self.holder, self.key, value)
 
 
-def list_values(root: Any, path: str = "", depth: int = 0) -> Iterator[Value]:
-    """Yield one value of each name; names of parameters and numbers in names count as one."""
+def list_values(root: Any) -> Iterator[Value]:
+    """Yield one plain value of each name."""
+    return (value for value in list_places(root) if falsify(value.get()) is not None)
+
+
+def list_places(root: Any, path: str = "", depth: int = 0) -> Iterator[Value]:
+    """Yield one value of each name, a container before what is in it.
+
+    Names of parameters count as one, and so do numbers in names.
+    """
     if isinstance(root, dict):
         items = list(root.items())
     elif isinstance(root, list):
@@ -71,19 +79,20 @@ def list_values(root: Any, path: str = "", depth: int = 0) -> Iterator[Value]:
         items = list(vars(root).items())
     else:
         return
-    seen = set()
+    seen, told = set(), set()
     for key, value in items if depth < _DEPTH else ():
         name = "*" if "." in str(key) else _DIGITS.sub("#", str(key))
         if name in seen or _RANDOM.search(name):
             continue
         inside = f"{path}.{name}".lstrip(".")
-        if falsify(value) is not None:
-            seen.add(name)
+        is_plain = falsify(value) is not None
+        if is_plain or (value is not None and name not in told):
             yield Value(root, key, inside)
-        else:
-            deeper = list(list_values(value, inside, depth + 1))
-            seen |= {name} if deeper else set()
-            yield from deeper
+        deeper = [] if is_plain else list(list_places(value, inside, depth + 1))
+        yield from deeper
+        told.add(name)
+        if is_plain or any(falsify(each.get()) is not None for each in deeper):
+            seen.add(name)
 
 
 def falsify(value: Any) -> Any:

@@ -40,6 +40,10 @@ def shorter(tensors):
     tensors[0] = tensors[0][:-3].clone()
 
 
+def shorten_moment(slots):
+    slots["exp_avg"] = slots["exp_avg"][:-3].clone()
+
+
 def stepped(held):
     for slots in held["base_optimizer_state"]["state"].values():
         slots["step"] += 5
@@ -53,6 +57,11 @@ DAMAGES = {
             of_optimizer(lambda held: held["single_partition_of_fp32_groups"].pop()),
         ),
         *(CorruptError, "contains 1 groups, but param_shapes lists 2"),
+    ),
+    "a shorter moment": (
+        *(STAGE_2, RANK_1),
+        of_optimizer(lambda held: shorten_moment(held["base_optimizer_state"]["state"][0])),
+        *(CorruptError, r"rank_1\S+: group 0: exp_avg has"),
     ),
     "a shorter piece": (
         *(STAGE_2, RANK_1),
@@ -169,6 +178,14 @@ def test_a_layer_that_is_not_a_dict_is_refused(tmp_path):
     torch.save([torch.ones(2)], path)
     with pytest.raises(CorruptError, match=r"layer_03-model_01.* is not the state dict of a layer"):
         reshard.merge(run, tmp_path / "out.safetensors")
+
+
+def test_the_layers_of_a_lost_tensor_parallel_rank_are_missed(tmp_path):
+    run = Path(shutil.copytree(KEPT / PIPELINE / "run", tmp_path / "run"))
+    for path in run.rglob("layer_*-model_01*"):
+        path.unlink()
+    with pytest.raises(IncompleteError, match=r"saved by 2 tensor-parallel ranks; .* 1"):
+        reshard.merge(run, tmp_path / "out", replicas="first")
 
 
 def test_frozen_weights_that_a_run_left_out_are_named(tmp_path):

@@ -91,6 +91,19 @@ def test_a_missing_file_is_named(copied, name):
         reshard.open(run)
 
 
+@pytest.mark.parametrize("part", ["", "optimizer", "optimizer/pytorch_optim.bin.index.json"])
+def test_the_optimizers_folder_is_a_part_whatever_that_of_the_weights_is_called(copied, part):
+    """Read the weights where their folder sorts behind the optimizer's, whose index lists none."""
+    run = copied("plain")
+    (run / "modeling").rename(run / "weights")
+    found, kept = reshard.inspect(run / part).manifest, reshard.inspect(KEPT / "plain" / "ckpt")
+    assert found.entries.keys() == kept.manifest.entries.keys()
+    shutil.rmtree(run / "weights")
+    if part:
+        with pytest.raises(IncompleteError, match="optimizer but no weights"):
+            reshard.open(run / part)
+
+
 def test_a_number_that_no_shard_contains_is_reported(copied):
     run = copied("plain")
     index = run / "optimizer" / "pytorch_optim.bin.index.json"

@@ -26,7 +26,7 @@ WRONG = {
     "slot": ("IncompleteError", "max_exp_avg_sq", "which the target requests"),
     "more": ("IncompleteError", "'optim.state.extra.exp_avg'", "trains more parameters now"),
     "shape": ("ValueError", "Size mismatch", "model.model.norm.weight"),
-    "ema": ("IncompleteError", "does not have 'ema.", "allow_partial_load"),
+    "ema": ("IncompleteError", "does not have 'ema.", "weights and optimizer state alone"),
     "groups": ("UsageError", "has 1 parameter groups, but the target has 2", "flatten_optimizer"),
     "prefix": ("UsageError", "is in ", 'StorageReader(..., model="net")'),
     "optimizer prefix": ("UsageError", "is in ", 'StorageReader(..., optimizer="adam")'),

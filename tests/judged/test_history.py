@@ -296,6 +296,19 @@ def test_the_content_of_another_run_of_weights_alone(sequences_made, tmp_path):
     assert "weights of checkpoint-4 are more than" in failed(tmp_path)[names.CONTENT][0]
 
 
+def test_weights_of_two_dtypes_move_by_the_rounding_of_the_narrow_one(tmp_path):
+    layer = torch.nn.Linear(8, 8)
+    optimizer = torch.optim.AdamW(layer.parameters(), lr=1e-4)
+    for step, dtype in enumerate((torch.bfloat16, torch.float32), 1):
+        layer(torch.ones(1, 8)).sum().backward()
+        optimizer.step()
+        (tmp_path / f"checkpoint-{step}").mkdir()
+        weights = {name: value.to(dtype) for name, value in layer.state_dict().items()}
+        state = {"model": weights, "optimizer": optimizer.state_dict(), "global_step": step}
+        torch.save(state, tmp_path / f"checkpoint-{step}" / "state.pt")
+    assert not failed(tmp_path)
+
+
 def test_only_deep_sees_one_element(run):
     path = run("dcp")
     fqn = "model.embed_tokens.weight"

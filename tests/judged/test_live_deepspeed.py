@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -16,6 +13,8 @@ from reshard.errors import UnsupportedError
 from tests.judged.alike import assert_same_tensors
 from tests.judged.expected import read_expected
 from tests.judged.resumed import Resumed, assert_goes_on, resume_all
+from tests.judges import old_deepspeed, programs
+from tests.trainer import worlds
 
 pytestmark = pytest.mark.slow
 
@@ -33,6 +32,8 @@ RUNS = (
     Resumed("z2_checkpointed", "z3_checkpointed", 2, 3),
     Resumed("z3_bf16", "z3_subgroups", 3, 3),
     Resumed("z3_bf16", "z3_hpz_ws2", 2, 3),
+    Resumed("moe_z0", "moe_z1_ep1", 2, 1),  # whose engine shares experts among other ranks
+    Resumed("moe_z2", "moe_z2_turns", 4, 2),
 )
 OTHER_GROUPS = (  # of the live optimizer than in the source
     Resumed("z2_bf16", "z2_groups_decay", 2, 2),
@@ -146,28 +147,34 @@ def assert_weights_alone(made, place, runs, how):
         assert not any(value.any() for slot in loaded["slots"].values() for value in slot.values())
 
 
-OLD = os.environ.get("RESHARD_OLD_DEEPSPEED", "")  # a folder with DeepSpeed 0.14 or 0.16
+OLD = "deepspeed-0.16.0"  # the oldest that pyproject.toml allows
 
 
-@pytest.mark.skipif(not OLD, reason="RESHARD_OLD_DEEPSPEED is not set")
-@pytest.mark.parametrize("stages", [("1", "3"), ("3", "2")])
-def test_an_older_deepspeed_goes_on(tmp_path, stages):
-    program = ["torch.distributed.run", "--nproc-per-node", "2", "--master-port", "29741"]
-    program += ["-m", "tests.judges.old_deepspeed", str(tmp_path), *stages]
-    paths = os.pathsep.join((OLD, os.environ.get("PYTHONPATH", os.curdir)))
-    subprocess.run(
-        [sys.executable, "-m", *program],
-        env={**os.environ, "PYTHONPATH": paths, "DS_ACCELERATOR": "cpu"},
-        check=True,
-    )
-    found = json.loads((tmp_path / "losses.json").read_text())
-    assert found["found"] == found["wanted"]
-    assert found["mine"] == 5
+@programs.need(OLD)
+def test_an_older_deepspeed_goes_on(tmp_path):
+    jobs = [
+        (2, old_deepspeed.go_on, tmp_path / f"{stage}{new}", stage, new)
+        for stage, new in ((1, 3), (3, 2))
+    ]
+    for wanted, found, mine in worlds.run_in_turn(partial(old_deepspeed.enter, OLD), jobs):
+        assert found == wanted
+        assert mine == 5
+
+
+@pytest.mark.parametrize(
+    "config",
+    [{"checkpoint": {"load_universal": True}}, {"expert_parallel": {"enabled": True}}],
+    ids=["universal", "autoep"],
+)
+def test_a_configuration_for_other_files_is_refused(config):
+    engine = SimpleNamespace(_config=SimpleNamespace(_param_dict=config))
+    with pytest.raises(UnsupportedError, match="engine's configuration"):
+        reshard.deepspeed.load_checkpoint(engine, "run")
 
 
 def test_an_older_deepspeed_with_an_optimizer_in_files_is_refused():
     engine = SimpleNamespace(
-        load_universal_checkpoint=lambda: False, optimizer=SimpleNamespace(swap_optimizer=True)
+        _config=SimpleNamespace(_param_dict={}), optimizer=SimpleNamespace(swap_optimizer=True)
     )
     with pytest.raises(UnsupportedError, match="is set to NVMe") as told:
         reshard.deepspeed.load_checkpoint(engine, "run")

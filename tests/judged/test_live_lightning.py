@@ -7,13 +7,16 @@ run.
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from safetensors.torch import save_file
 
+import reshard.lightning
 from reshard import formats
-from reshard.errors import UnsupportedError
-from reshard.live.dcp.live_objects import fill_model_state
+from reshard.errors import DifferentError, UnsupportedError
+from reshard.live.dcp.live_objects import fill_model_state, load_model, load_optimizer
 from tests.judges import server
 
 pytest.importorskip("lightning")
@@ -21,8 +24,9 @@ pytestmark = pytest.mark.slow
 
 LIGHTNING = server.Judge("tests.judges.lightning_worker", "Lightning", {}, like=server.DEEPSPEED)
 ACCELERATE = server.Judge("tests.judges.accelerate_worker", "Accelerate", {}, like=server.DEEPSPEED)
-SAVED, STEPS = 3, 5  # as in `accelerate_worker`
+SAVED, STEPS, RATE = 3, 5, 1e-2  # as in `accelerate_worker`
 NOISE = 1e-6  # absolute, of losses of about 4.6: another order of summing gradients
+ONE_PROCESS = "ignore:torch.distributed is disabled"  # says torch
 STRATEGIES = {
     "one": {"strategy": "auto"},
     "ddp": {"strategy": "ddp"},
@@ -35,6 +39,7 @@ STRATEGIES = {
 }
 SAVES = ("ddp", "fsdp_full", "fsdp_sharded", "fsdp2", "z2")
 ENGINE, ACCELERATED = "engine", "accelerate"  # which save without Lightning
+PLAIN = "plain"  # an engine whose script has no schedule
 ODD = "odd"  # saved by a DDP run of `lightning_worker.OddModule`
 RESUMED_ODD = (("one", 1), ("ddp", 4), ("fsdp2", 2), ("fsdp_full", 1), ("fsdp_sharded", 4))
 RESUMED = (  # what saved, what resumes, at how many ranks
@@ -47,6 +52,8 @@ RESUMED = (  # what saved, what resumes, at how many ranks
     ("z2", "z3", 4),
     (ENGINE, "fsdp2", 4),
     (ENGINE, "z3", 1),
+    (PLAIN, "fsdp_full", 2),
+    (PLAIN, "z2", 1),
     (ACCELERATED, "ddp", 4),
     (ACCELERATED, "z1", 1),
 )
@@ -58,7 +65,9 @@ def saved(tmp_path_factory):
     place = tmp_path_factory.mktemp("saved")
     jobs = {name: (2, STRATEGIES[name]) for name in SAVES}
     jobs[ODD] = (2, {**STRATEGIES["ddp"], "odd": True})
-    found = LIGHTNING.run(place, {**jobs, ENGINE: (2, {"engine": True, "stage": 1})})
+    jobs[ENGINE] = (2, {"engine": True, "stage": 1, "schedule": True})
+    jobs[PLAIN] = (2, {"engine": True, "stage": 3, "schedule": False})
+    found = LIGHTNING.run(place, jobs)
     found |= ACCELERATE.run(place, {ACCELERATED: (2, {"version": 2, "type": "SHARDED"})})
     for name, seen in found.items():
         assert isinstance(seen, dict), (name, seen)
@@ -90,7 +99,8 @@ def test_the_trainer_continues(source, name, ranks, saved, resumed):
     assert set(got["steps"].values()) == {SAVED}
     if source == ACCELERATED:  # its worker keeps no tensors
         return
-    assert got["lr"] == saved["ddp"][1]["lr"]
+    # Without a state of the schedule, the source's rate is that of the next update.
+    assert got["lr"] == (RATE if source == PLAIN else saved["ddp"][1]["lr"])
     for part in ("params", "buffers"):
         assert_same(got[part], name_in_module(wanted.get(part, {})))
     moments = name_in_module(wanted["optimizer"])
@@ -102,7 +112,7 @@ def test_the_trainer_continues(source, name, ranks, saved, resumed):
 @pytest.mark.parametrize(("source", "name", "ranks"), RESUMED)
 def test_callbacks_and_hooks_get_their_values_from_lightning_alone(source, name, ranks, resumed):
     got, steps = resumed[f"{source}-{name}-{ranks}"], STEPS - SAVED
-    is_own = source not in (ENGINE, ACCELERATED)
+    is_own = source not in (ENGINE, PLAIN, ACCELERATED)
     assert got["own"] == ({"tokens": 96} if is_own else {})
     assert got["count"] == steps + (SAVED if is_own else 0)
 
@@ -132,3 +142,44 @@ def test_lists_in_the_state_dict_are_refused_by_name(tmp_path):
     manifest = formats.read(tmp_path / "m.safetensors")
     with pytest.raises(UnsupportedError, match=r"has lists in its state dict.*'auc\.value'"):
         fill_model_state(state, manifest)
+
+
+@pytest.mark.filterwarnings(ONE_PROCESS)
+def test_a_module_without_a_stored_weight_is_refused_unless_it_is_not_strict(tmp_path):
+    save_file({"weight": torch.ones(1, 2), "more.weight": torch.ones(2)}, tmp_path / "m")
+    module, manifest = torch.nn.Linear(2, 1, bias=False), formats.read(tmp_path / "m")
+    with pytest.raises(DifferentError, match=r"has 'more\.weight'") as told:
+        load_model(module, manifest, strict=True)
+    assert "strict_loading" in told.value.remedy
+    load_model(module, manifest, strict=False)
+    assert module.weight.tolist() == [[1, 1]]
+
+
+@pytest.mark.filterwarnings(ONE_PROCESS)
+def test_a_live_group_keeps_what_differs_in_the_source(tmp_path):
+    model = torch.nn.Linear(2, 1)
+    groups = [{"params": [each], "lr": each.numel() / 10} for each in model.parameters()]
+    optimizer = torch.optim.AdamW(groups)
+    model(torch.ones(1, 2)).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+    torch.save(state, tmp_path / "saved.pt")
+    live = torch.optim.AdamW(model.parameters(), lr=0.5)
+    (warning,) = load_optimizer(model, live, formats.read(tmp_path / "saved.pt"))
+    assert "several values of lr in the source: the group keeps its own, 0.5" in warning
+    for parameter in model.parameters():
+        assert torch.equal(live.state[parameter]["exp_avg"], optimizer.state[parameter]["exp_avg"])
+
+
+def test_a_scheduler_of_another_form_starts_at_its_beginning(caplog):
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(2))], lr=0.5)
+    parts = [torch.optim.lr_scheduler.ConstantLR(optimizer) for _ in range(2)]
+    stored = parts[0].state_dict()
+    live = torch.optim.lr_scheduler.SequentialLR(optimizer, parts, [1])
+    config = SimpleNamespace(scheduler=live, interval="step", frequency=1)
+    trainer = SimpleNamespace(lr_scheduler_configs=[config], is_global_zero=True)
+    checkpoint = {"lr_schedulers": [stored], "global_step": 3}
+    reshard.lightning._set_schedulers(trainer, checkpoint)
+    assert caplog.messages[0].endswith("its SequentialLR starts at its beginning")
+    live.load_state_dict(checkpoint["lr_schedulers"][0])

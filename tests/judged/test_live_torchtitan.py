@@ -1,6 +1,6 @@
 """`reshard.torchtitan.CheckpointManager`: torchtitan's components go on from any checkpoint.
 
-torchtitan is found where RESHARD_TORCHTITAN says; `./dev test` installs it there.
+`./dev test` installs torchtitan into a folder of its own (`tests.judges.programs`).
 """
 
 from __future__ import annotations

@@ -148,6 +148,28 @@ def test_rules_of_the_user_describe_an_undescribed_run(case, made, tmp_path):
         assert_all_values(checkpoint, read_expected(made / case))
 
 
+def test_no_parameter_of_a_layer_of_experts_is_joined_by_guess(made, tmp_path):
+    """Megatron-DeepSpeed's patterns name none; its dense layers match all of them."""
+    run = shutil.copytree(made / "experts2_z1" / "run", tmp_path / "run")
+    keys = ("tp_replicated_parameter_patterns", "parameter_with_row_parallelism_patterns")
+    for path in run.glob("*/*model_states.pt"):
+        edit_file(path, lambda root: [forget_experts(root, key) for key in keys])
+    with pytest.raises(UnsupportedError, match=r"mlp.*, which is in a layer of experts"):
+        reshard.open(run)
+    rules = tmp_path / "rules.yaml"
+    parts = (f'  "{{i}}.moe.mlp.{part}.{{p}}": replicated' for part in ("up", "down"))
+    rules.write_text("\n".join(["parameters:", *parts]))
+    with reshard.open(run, rules=rules) as checkpoint:
+        assert_all_values(checkpoint, read_expected(made / "experts2_z1"))
+
+
+def forget_experts(root, key):
+    info = root.get("universal_checkpoint_info") or {}
+    if key in info:
+        kept = [text for text in info[key] if "moe" not in text]
+        info[key] = [text.replace("(dense|down)", "dense") for text in kept]
+
+
 POSITIONS = "tied_modules.embed.position_embeddings.weight"
 UNTIED = "1.position_embeddings.weight"
 MEGATRON_DEEPSPEED = KEPT / "megatron_deepspeed" / "tp2pp2dp2"
@@ -218,16 +240,13 @@ GOES_ON = [  # case, the grid to go on with, options; the loss may differ by the
     ("pp4_odd_tied", {}, {}, 0.0),  # two shared modules, on stages 0 and 3, and 0, 2 and 3
     ("pp4_odd_tied", {"pp": 2}, {}, 1e-5),
     ("pp2_lone", {"pp": 3}, {}, 1e-5),
-    ("experts2_z0", {}, {}, 0.0),
     ("experts2_z1", {"tp": 4, "dp": 1, "ep": 4}, {"ep": 4}, 2e-2),
     ("experts2_z1", {"tp": 1, "dp": 2}, {}, 2e-2),
-    ("experts4_z2", {}, {}, 0.0),
     ("experts4_z2", {"dp": 1, "ep": 2, "stage": 0}, {"ep": 2}, 1e-5),
     ("experts2_frozen_z0", {}, {}, 0.0),
     ("experts2_frozen_z1", {}, {}, 0.0),
     ("cut_experts2_z0", {"stage": 1}, {}, 0.0),
     ("cut_experts2_z1", {"tp": 4, "dp": 1, "ep": 1}, {"ep": 1}, 2e-2),
-    ("cut_experts1_z2", {}, {}, 0.0),
 ]
 
 
@@ -257,7 +276,7 @@ def test_deepspeed_continues_on_another_grid(number, made, continued):
         assert loss == pytest.approx(wanted, abs=noise)
 
 
-EXPERTS = [
+EXPERTS = [  # DeepSpeed need not load what equals its own files
     name for name, row in CASES.items() if row.kind == "experts" and row.pp == 1 and not row.frozen
 ]
 
@@ -460,10 +479,7 @@ def test_the_universal_form_is_read_back(case, made, tmp_path):
 
 ANY_GRID = [
     ("tp2pp2", {}, 0.0),
-    ("tp2pp2", {"tp": 1, "dp": 2}, 2e-2),
     ("tp2pp2_untied", {"tp": 4, "pp": 1}, 2e-2),
-    ("tp2dp2", {"pp": 2, "dp": 1}, 1e-5),
-    ("mpu2_z1", {"tp": 4, "dp": 1}, 2e-2),
     ("mpu2_z2_fp32", {"tp": 1, "dp": 4}, 1e-5),
     ("autotp2_uneven", {}, 0.0),
     ("autotp2_uneven", {"tp": 4, "dp": 1}, 2e-2),  # a rank without a key-value head

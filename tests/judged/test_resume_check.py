@@ -8,6 +8,7 @@ torchrun's place).
 from __future__ import annotations
 
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -196,8 +197,9 @@ def test_the_trainer_of_transformers_continues_at_other_ranks(trained, launch):
     assert find_worst(report, 0) < 1e-6
 
 
-def test_our_trainer_continues_with_its_own_settings(tmp_path):
+def test_our_trainer_continues_with_its_own_settings(tmp_path, monkeypatch):
     """Saved by two ranks; DeepSpeed's layout and FSDP's whole files, each at one."""
+    python = forked.write_python(server.start_fork_server(server.DEEPSPEED), tmp_path)
     log = tmp_path / "log.jsonl"
     settings = {
         "strategy": "zero2",
@@ -209,6 +211,8 @@ def test_our_trainer_continues_with_its_own_settings(tmp_path):
         "seq_len": 16,
     }
     worlds.train_on(2, [settings])
+    monkeypatch.setattr(sys, "executable", python[forked.PYTHON])
+    monkeypatch.setenv(forked.PYTHON, python[forked.PYTHON])
     report = reshard.resume_check(
         tmp_path / "run",
         tag=f"global_step{STEP}",

@@ -153,8 +153,7 @@ def read_precision(case: Case) -> str:
     return next((name for name in ("bf16", "fp16") if name in case.config), "fp32")
 
 
-RUNS = (
-    Resumed("moe_z1_ws4", 4, (2, 2), 1),
+RUNS = (  # on the same layout the files are those of DeepSpeed itself, which is tested above
     Resumed("moe_z1_ws4", 2, (2, 2), 1),
     Resumed("moe_z1_ws4", 2, (1, 1), 2),
     Resumed("moe_z1_ws4", 4, (2, 2), 2, "fp16", 1e-3),
@@ -163,10 +162,8 @@ RUNS = (
     Resumed("moe_z1_ep1", 2, (1, 1), 1),
     Resumed("moe_z1_ep1", 4, (2, 2), 1),
     Resumed("moe_z2", 4, (2, 2), 2, "bf16", 1e-3),
-    Resumed("moe_z1_sizes", 4, (4, 2, 1), 1, "bf16"),
     Resumed("moe_z1_sizes", 4, (2, 2, 2), 1, "bf16", 1e-3),
     Resumed("moe_z0_bf16_ws4", 2, (2, 2), 0, "bf16", 1e-3),
-    Resumed("moe_z2_turns", 4, (2, 2), 2, "bf16"),
     Resumed("moe_z2_turns", 2, (1, 1), 1, "bf16", 1e-3),
     Resumed("moe_bf16opt", 4, (2, 2), 1, "bf16"),
     Resumed("moe_z1_sizes", 2, (1, 1, 1), 2, "bf16", weights_only=True),

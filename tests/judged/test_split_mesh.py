@@ -111,6 +111,13 @@ def test_the_report_names_parameters_that_the_new_run_must_ignore(torch_made, tm
     assert note.startswith("odd, llama.lm_head.weight: ")
 
 
+@pytest.mark.parametrize(("mesh", "told"), [(FLAT, 0), (HYBRID, 1), (TENSOR, 1)])
+def test_the_report_tells_of_a_mesh_that_is_not_kept(trained, mesh, told, tmp_path):
+    report = reshard.split(trained[0] / mesh / "ranks", tmp_path / "out", world_size=4, model=MODEL)
+    axes = ",".join(f"{axis.split('=')[0]}=N" for axis in mesh.split(","))
+    assert sum(f"needs --mesh, e.g. --mesh {axes}" in note for note in report.notes) == told
+
+
 def drop_stamp(path):
     """Return the content of a rank file without the stamp, which names source and layout."""
     state = torch.load(path)
@@ -296,18 +303,33 @@ def test_slices_of_ranks_are_told_of_and_joined_by_rules(tmp_path, ranks):
             reshard.open(one, rules=rules)
 
 
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_parts_take_the_cut_of_dtensors_or_that_of_the_rules(tmp_path, ranks):
+    """Experts that FSDP ignores differ on each rank, and an average is kept as the ranks' parts."""
+    source, rules = tmp_path / "source", tmp_path / "rules.yaml"
+    source.mkdir()
+    weights, moments = worlds.run(ranks, worker.save_local_parts, source)[0]
+    rules.write_text("parameters:\n  experts: {cut: column}\n")
+    reshard.split(source, tmp_path / "out", to="dcp", world_size=2, rules=rules)
+    for path, given in ((source, {"rules": rules}), (tmp_path / "out", {})):
+        with reshard.open(path, **given) as checkpoint:
+            assert {name: checkpoint[name][...].tolist() for name in checkpoint} == weights
+            found = checkpoint.optimizer("exp_avg")
+            assert {name: found[name][...].tolist() for name in found} == moments
+    with reshard.open(source, key="ema", rules=rules) as checkpoint:
+        assert {n: (2 * checkpoint[n][...]).tolist() for n in checkpoint} == weights
+
+
 @pytest.mark.parametrize("ranks", [1, 2, 3])
-def test_a_layout_of_two_folders_is_not_replaced_in_silence(tmp_path, ranks):
+def test_a_layout_of_two_folders_is_kept(tmp_path, ranks):
     """NeMo Automodel loads shards of safetensors and DCP's optimizer, and no files of ranks."""
     rows = [[float(row), -row] for row in range(6)]
-    source, out = tmp_path / "epoch_0_step_4", tmp_path / "out"
+    source, out, other = (tmp_path / name for name in ("epoch_0_step_4", "out", "other"))
     worlds.run(ranks, worker.save_automodel, source, rows)
-    with pytest.raises(UsageError, match="whose layout split does not keep") as told:
-        reshard.split(source, out, world_size=2)
-    assert "--to deepspeed|" in told.value.remedy
-    assert not out.exists()
-    reshard.split(source, out, world_size=2, to="dcp")
-    for place in (source, out):
+    reshard.split(source, out, world_size=2)
+    assert {path.name for path in out.iterdir()} == {"model", "optim"}
+    reshard.split(source, other, world_size=2, to="dcp")
+    for place in (source, out, other):
         with reshard.open(place) as checkpoint:
             assert checkpoint["weight"][...].tolist() == rows
             moments = checkpoint.optimizer("exp_avg")["weight"][...]

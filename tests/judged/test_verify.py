@@ -99,6 +99,17 @@ def test_an_index_that_states_another_size_is_warned_of(torch_made, tmp_path, mo
     assert check.warnings == ([text] if more else [])
 
 
+@pytest.mark.parametrize(
+    ("text", "said"), [('{"weight_map": {"w": "gone.bin"}}', "not exist: gone.bin"), ("{", "JSON")]
+)
+def test_an_index_that_no_reader_used_is_not_said_to_be_right(torch_made, tmp_path, text, said):
+    source = shutil.copytree(torch_made / "plain_index" / "ckpt", tmp_path / "model")
+    reshard.merge(source, tmp_path / "out")
+    (tmp_path / "out/model.safetensors.index.json").write_text(text)
+    (warning,) = reshard.verify(tmp_path / "out").check(names.INDEX).warnings
+    assert said in warning
+
+
 def test_odd_values_are_located(torch_made):
     report = reshard.verify(torch_made / "dcp_odd_tensors/ckpt", deep=True)
     failed = [check.name for check in report.checks if check.status == "failed"]

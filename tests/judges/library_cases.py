@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -19,11 +18,6 @@ IMPORTS: dict[str, tuple[str, ...]] = {
     "fairscale": ("fairscale.nn.data_parallel", "fairscale.optim.oss"),
 }
 """What the worker imports for a library before it forks; a library that fails here is not made."""
-
-EXTRA_PATHS = {
-    library: [path] for library in IMPORTS if (path := os.environ.get(f"RESHARD_{library.upper()}"))
-}
-"""Where ``pip install --no-deps --target`` put a library; searched after everything else."""
 
 
 @dataclass(frozen=True)

@@ -43,7 +43,7 @@ class _Anything(metaclass=_Meta):
         return _Anything()
 
 
-class _Stub(types.ModuleType):
+class Stub(types.ModuleType):
     __path__: list[str] = []  # noqa: RUF012 - a package, as the import system asks
 
     def __getattr__(self, name: str) -> Any:
@@ -66,7 +66,7 @@ class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         return importlib.machinery.ModuleSpec(fullname, self, is_package=True)
 
     def create_module(self, spec: importlib.machinery.ModuleSpec) -> types.ModuleType:
-        return _Stub(spec.name)
+        return Stub(spec.name)
 
     def exec_module(self, _module: types.ModuleType) -> None:
         pass

@@ -40,7 +40,7 @@ def _enter() -> None:
                 package.__path__ = [str(path.joinpath(*name.split(".")))]
                 sys.modules[name] = package
             return
-    raise ImportError("verl is not on sys.path: set RESHARD_VERL")
+    raise ImportError("verl is not on sys.path: ./dev install puts it into .venv/programs")
 
 
 _enter()

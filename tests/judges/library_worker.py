@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import importlib
-import sys
 
-from tests.judges import ranks
-from tests.judges.library_cases import CASES, EXTRA_PATHS, IMPORTS
+from tests.judges import programs, ranks
+from tests.judges.library_cases import CASES, IMPORTS
 
 PRELOADED = (
     "deepspeed",  # which Accelerate imports at its first look at a model
@@ -41,7 +40,7 @@ def preload(jobs: list[ranks.Job]) -> dict[str, str]:
     ranks.import_all(PRELOADED)
     failed = {}
     for library in sorted({CASES[job.case].library for job in jobs}):
-        sys.path += [path for path in EXTRA_PATHS.get(library, ()) if path not in sys.path]
+        programs.enter(library)
         try:
             for module in IMPORTS[library]:
                 importlib.import_module(module)

@@ -170,6 +170,9 @@ def train_deepspeed(job: ranks.Job, rank: int) -> dict[str, Any]:
     deepspeed.init_distributed(dist_backend="gloo", verbose=False)
     model = models.build("net")
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    schedule = None
+    if job.told["schedule"]:
+        schedule = get_linear_schedule_with_warmup(optimizer, WARMUP, TOTAL)
     config = {
         "train_micro_batch_size_per_gpu": BATCH // job.world,
         "zero_optimization": {"stage": job.told["stage"]},
@@ -180,7 +183,7 @@ def train_deepspeed(job: ranks.Job, rank: int) -> dict[str, Any]:
         model=model,
         optimizer=optimizer,
         config=config,
-        lr_scheduler=get_linear_schedule_with_warmup(optimizer, WARMUP, TOTAL),
+        lr_scheduler=schedule,
         dist_init_required=False,
     )
     held: dict[str, Any] = {}

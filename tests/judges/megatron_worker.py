@@ -100,7 +100,8 @@ def preload(jobs: list[ranks.Job]) -> dict[str, str]:
     from tests.support.megatron.cpu import replace_cuda, replace_gpu_modules
 
     try:
-        importlib.import_module("torch")
+        # It prepares a kernel for each shape of a matrix, which takes longer than its use here.
+        importlib.import_module("torch").backends.mkldnn.enabled = False
         replace_cuda()
         for module in PRELOADED:
             importlib.import_module(module)

@@ -313,6 +313,33 @@ def save_slices(ranks, place):
     return {n: tuple(t.shape) for n, t in parts.items()}
 
 
+def save_local_parts(ranks, place):
+    """Save experts that each rank has for itself, and an average as parts; return the whole."""
+    torch.manual_seed(0)
+    model = nn.Linear(5, 7)
+    experts = nn.Parameter(torch.randn(6 // ranks.world, 2, 7) + ranks.rank)
+    model.experts = experts
+    fully_shard(model, mesh=make_mesh(f"dp={ranks.world}"), ignored_params={experts})
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    for _ in range(2):
+        (model(torch.ones(3, 5)) @ model.experts.mT).square().sum().backward()
+        optimizer.step()
+    weights, slots = model.state_dict(), get_optimizer_state_dict(model, optimizer)
+    average = {n: (t.to_local() if isinstance(t, DTensor) else t) / 2 for n, t in weights.items()}
+    state = {"model": weights, "ema": average, "optim": slots}
+    torch.save(state, place / f"state_rank{ranks.rank}.pt")
+
+    def join(tensor):
+        if isinstance(tensor, DTensor):
+            return tensor.full_tensor().tolist()
+        parts = [torch.empty_like(tensor) for _ in range(ranks.world)]
+        dist.all_gather(parts, tensor.contiguous())
+        return torch.cat(parts).tolist()
+
+    moments = {n: join(each["exp_avg"]) for n, each in slots["state"].items()}
+    return {n: join(t) for n, t in weights.items()}, moments
+
+
 def save_automodel(ranks, place, rows):
     """Save a cut matrix and its moments with the writers and names of NeMo Automodel."""
     mesh = make_mesh(f"dp={ranks.world}")

@@ -5,8 +5,7 @@ Each job is a function of (ranks, ...) for `worlds.run` and returns plain values
 
 from __future__ import annotations
 
-import os
-import sys
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -16,8 +15,23 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
-LIBRARY = os.environ.get("RESHARD_OLMO_CORE", "")  # a folder with ai2-olmo-core and what it imports
+from tests.judges import programs
+from tests.judges.library_stubs import stand_in
+
+PROGRAM = "ai2-olmo-core"
+MISSING = ("cached_path", "dill", "importlib_resources", "pandas")
 STEPS = 3
+
+
+def enter():
+    """Import OLMo-core once."""
+    programs.enter(PROGRAM)
+    with stand_in(MISSING):
+        import cached_path
+
+        cached_path.cached_path = lambda path, **_options: Path(path)
+        import olmo_core.train.checkpoint
+        import olmo_core.train.train_module  # noqa: F401
 
 
 def save(_ranks, path):
@@ -30,16 +44,17 @@ def save(_ranks, path):
 
 
 def resume(_ranks, path):
-    """Return the losses after a load, the whole state, and the rank that the trainer's is of."""
+    """Return the losses after a load, the whole state, and the rank that each trainer's is of."""
     checkpointer, module = _build(path)
     assert checkpointer.latest_checkpoint(path.parent) == str(path)
     train = checkpointer.load(path, module, load_trainer_state=True)
     state = _collect(module)
-    return _train(module, train["global_step"]), state, train["rank"]
+    ranks = [None] * dist.get_world_size()
+    dist.all_gather_object(ranks, train["rank"])
+    return _train(module, train["global_step"]), state, ranks
 
 
 def _build(path):
-    sys.path.insert(0, LIBRARY)
     from olmo_core.train.checkpoint import Checkpointer
     from olmo_core.train.train_module import BasicTrainModule
 

@@ -125,7 +125,7 @@ def join_group(job: Job, rank: int) -> None:
 
 
 @functools.cache
-def _serve_store() -> int:
+def serve_store() -> int:
     """Start the store in which all ranks of this process meet, and return its port.
 
     Megatron and DeepSpeed make a dozen groups, each of which costs 30 ms with a store in a file.
@@ -152,7 +152,7 @@ def _open_store(timeout: timedelta) -> TCPStore:
     """Connect to the store of the process from which this rank was forked."""
     from torch.distributed import TCPStore
 
-    port = _serve_store()
+    port = serve_store()
     return TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False, timeout=timeout)
 
 
@@ -245,7 +245,7 @@ def serve(work: Work, prepare: Prepare | Iterable[str], *, keep_ranks: bool = Fa
     gc.disable()  # it would look through all that is imported again and again
     missing = prepare(jobs) if callable(prepare) else import_all(prepare)
     _vary_runs()
-    _serve_store()
+    serve_store()
     gc.freeze()
     gc.enable()
     gc.set_threshold(GC_THRESHOLD)

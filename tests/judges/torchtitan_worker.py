@@ -7,7 +7,6 @@ another framework's save has its losses. The loop is here, because torchtitan's 
 from __future__ import annotations
 
 import re
-import sys
 from collections.abc import Collection
 from typing import Any
 
@@ -16,9 +15,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from tests.judges import library_models as models
-from tests.judges import library_state, ranks
+from tests.judges import library_state, programs, ranks
 from tests.judges.accelerate_worker import BATCH, SAVED, STEPS, TOTAL, WARMUP
-from tests.judges.library_cases import EXTRA_PATHS
 
 PRELOADED = (
     "torch.distributed.checkpoint.state_dict",
@@ -135,7 +133,7 @@ def work(job: ranks.Job, rank: int) -> None:
 def preload(jobs: list[ranks.Job]) -> dict[str, str]:
     """Import everything once. Returns case -> why torchtitan cannot be imported here."""
     ranks.import_all(PRELOADED)
-    sys.path += [path for path in EXTRA_PATHS.get("torchtitan", ()) if path not in sys.path]
+    programs.enter("torchtitan")
     try:
         ranks.import_all(["tests.judges.library_torchtitan"])
     except ImportError as error:

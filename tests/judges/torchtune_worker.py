@@ -5,9 +5,6 @@ Each job is a function of (ranks, ...) for `worlds.run` and returns plain values
 
 from __future__ import annotations
 
-import os
-import sys
-
 import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.state_dict_loader import _load_state_dict_from_keys
@@ -15,12 +12,13 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM
 
+from tests.judges import programs
 from tests.judges.library_stubs import stand_in
 
-LIBRARY = os.environ.get("RESHARD_TORCHTUNE", "")  # a folder with torchtune, torchao, omegaconf
+PROGRAM = "torchtune"
 MISSING = (
     *("datasets", "torchdata", "tiktoken", "sentencepiece", "kagglehub", "PIL", "blobfile"),
-    "torchvision",
+    *("torchvision", "omegaconf"),
 )
 STEPS = 3
 SIZES = {"num_heads": 4, "num_kv_heads": 2}
@@ -33,7 +31,7 @@ def save(_ranks, family, form, root):
 
     Also return the whole state under Hugging Face's names, by torchtune's own conversion.
     """
-    tune, training = _import()
+    tune, training = enter()
     if dist.get_rank() == 0:
         _publish(family, root / "base")
     dist.barrier()
@@ -62,7 +60,7 @@ def save(_ranks, family, form, root):
 
 def resume(_ranks, family, form, path):
     """Return the losses after torchtune's own functions loaded a directory of DCP."""
-    tune, training = _import()
+    tune, training = enter()
     state = _load_state_dict_from_keys(checkpoint_id=path)
     weights, slots = state["model"], state["optim"]
     if form == "HF":
@@ -88,8 +86,27 @@ def resume(_ranks, family, form, path):
     return _train(model, optimizer, STEPS)
 
 
-def _import():
-    sys.path.insert(0, LIBRARY)
+def resume_own(_ranks, family, form, root):
+    """Return the losses after torchtune's own checkpointer loaded what it saved."""
+    _, training = enter()
+    (stored,) = (root / "run" / "epoch_0").glob("model-*-of-*")
+    checkpointer = getattr(training, f"FullModel{form}Checkpointer")(
+        checkpoint_dir=root / "base",
+        checkpoint_files=[f"epoch_0/{stored.name}"],
+        model_type=family.upper(),
+        output_dir=root / "run",
+        should_load_recipe_state=True,
+    )
+    state = checkpointer.load_checkpoint()
+    model, optimizer = _build(family, state["model"])
+    slots = state["optimizer"]
+    training.load_from_full_optimizer_state_dict(model, optimizer, slots, torch.device("cpu"))
+    return _train(model, optimizer, STEPS)
+
+
+def enter():
+    """Import torchtune and its training part once; return them."""
+    programs.enter(PROGRAM)
     with stand_in(MISSING):
         import torchtune
         import torchtune.models.convert_weights

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from itertools import product
 from math import prod
 
 import numpy as np
@@ -137,8 +136,3 @@ def test_an_unclear_mesh_is_refused(text, told):
 def test_axes_without_names_do_nothing_that_is_known():
     with pytest.raises(UnsupportedError, match="a mesh of 2x2"):
         MeshPlacements(MeshGrid((2, 2))).get_placement("w")
-
-
-def test_all_coordinates_are_ranks():
-    grid = MeshGrid((2, 3, 2))
-    assert [grid.locate(rank) for rank in range(12)] == list(product(*map(range, grid.sizes)))

@@ -16,7 +16,7 @@ from reshard.errors import CorruptError, IncompleteError, UsageError
 from reshard.layouts.model_parallel import combine, moves
 from reshard.layouts.model_parallel.moves import Move
 from reshard.layouts.model_parallel.patterns import Pattern
-from reshard.layouts.model_parallel.rules import add_user_rules, load_table
+from reshard.layouts.model_parallel.rules import add_user_rules, load_table, parse_document
 from reshard.layouts.model_parallel.shards import Split, gather, list_blocks
 from tests.support.sample_tensors import built
 
@@ -129,6 +129,12 @@ def test_a_star_is_refused_when_a_file_is_parsed(tmp_path, lines):
     with pytest.raises(UsageError, match=r"'a\.\*.*' has a '\*', which matches nothing") as told:
         add_user_rules(load_table("megatron"), tmp_path / "my.yaml")
     assert told.value.remedy == "write {i} for a number and {p} for any last component of a name"
+
+
+@pytest.mark.parametrize("text", ["\na: b: c", "\na: [1", "\n\ta: b"])
+def test_the_line_of_a_fault_in_yaml_is_told(text):
+    with pytest.raises(UsageError, match="is not valid YAML in line 2: "):
+        parse_document(text, "rules.yaml")
 
 
 def test_a_user_s_lines_count_before_the_table_s(tmp_path):

@@ -36,55 +36,34 @@ SIZES = {
 }
 GQA = {**SIZES, "num_key_value_heads": 2}
 ROPE = {"rope_theta": 500.0, "rope_type": "default"}
-OLD = {"vocab_size": 53, "n_layer": 2, "n_head": 4}
 GATED = Gpt(4, 2, theta=500.0, eps=1e-6)
 PLAIN = {"rms": False, "gated": False}
-MODELS = {  # -> its config, and what Megatron would be told of it
+SPARSE = {**GQA, "num_experts": 4, "moe_intermediate_size": 24}
+BIASED = {**GQA, "rope_parameters": ROPE, "attention_bias": True, "mlp_bias": True}
+SHARED = {**SPARSE, "num_experts_per_tok": 3, "shared_expert_intermediate_size": 28}
+OLD = {"vocab_size": 53, "n_layer": 2, "n_head": 4}
+SHORT = {**OLD, "n_embd": 32, "n_positions": 32, "n_inner": 40}
+# -> its config, and what Megatron would be told of it. The proofs of families in tests/judged, and
+# the merges of real Megatron-LM, have mistral, qwen2, qwen3, qwen3_moe, and other forms of llama.
+MODELS = {
     "llama": (transformers.LlamaConfig(**GQA, rope_parameters=ROPE), GATED),
-    "llama_tied": (
-        transformers.LlamaConfig(**GQA, rope_parameters=ROPE, tie_word_embeddings=True),
-        GATED,
-    ),
-    "llama_mha": (transformers.LlamaConfig(**SIZES), Gpt(4, 4, eps=1e-6)),
     "llama_mqa": (transformers.LlamaConfig(**SIZES, num_key_value_heads=1), Gpt(4, 1, eps=1e-6)),
-    "llama_biased": (
-        transformers.LlamaConfig(**GQA, rope_parameters=ROPE, attention_bias=True, mlp_bias=True),
-        GATED,
-    ),
-    "mistral": (transformers.MistralConfig(**GQA, head_dim=16, rope_parameters=ROPE), GATED),
+    "llama_biased": (transformers.LlamaConfig(**BIASED), GATED),
     "qwen2": (transformers.Qwen2Config(**GQA, rope_parameters=ROPE), GATED),
-    "qwen3": (transformers.Qwen3Config(**GQA, head_dim=16, rope_parameters=ROPE), GATED),
     "mixtral": (
         transformers.MixtralConfig(**GQA, num_local_experts=3, rms_norm_eps=1e-6),
         Gpt(4, 2, theta=1e6, eps=1e-6, top_k=2),
     ),
     "qwen2_moe": (
-        transformers.Qwen2MoeConfig(
-            **GQA,
-            num_experts=4,
-            num_experts_per_tok=3,
-            moe_intermediate_size=24,
-            shared_expert_intermediate_size=28,
-        ),
+        transformers.Qwen2MoeConfig(**SHARED),
         Gpt(4, 2, eps=1e-6, top_k=3, pre_softmax=True),
     ),
-    "qwen3_moe": (
-        transformers.Qwen3MoeConfig(
-            **GQA,
-            head_dim=8,
-            num_experts=4,
-            num_experts_per_tok=2,
-            moe_intermediate_size=24,
-            norm_topk_prob=True,
-        ),
-        Gpt(4, 2, eps=1e-6, top_k=2),
-    ),
     "gpt2": (
-        transformers.GPT2Config(**OLD, n_embd=32, n_positions=32, n_inner=40),
+        transformers.GPT2Config(**SHORT),
         Gpt(4, 4, tanh=True, positions="learned", **PLAIN),
     ),
     "gpt_bigcode": (
-        transformers.GPTBigCodeConfig(**OLD, n_embd=32, n_positions=32, n_inner=40),
+        transformers.GPTBigCodeConfig(**SHORT),
         Gpt(4, 1, tanh=True, positions="learned", **PLAIN),
     ),
     "gpt_neox": (

@@ -32,6 +32,7 @@ from reshard.errors import CorruptError, DifferentError
 from reshard.layouts.partition import compute_equal_piece, run_chunks
 from reshard.layouts.runs import EqualRuns, RankOffsets
 
+F32 = dtypes.FLOAT32
 SHAPES = ((7,), (3, 5), (4, 1, 6), (), (1,), (0, 3), (16, 16), (4, 64), (2, 4, 8))
 KEY = ("master", "w")
 
@@ -139,7 +140,7 @@ def test_what_follows_runs_in_a_manifest_is_checked_too():
 
 def test_runs_are_as_many_as_they_say():
     for shape in (*SHAPES, (3, 6, 2), (2, 3, 12), (9, 2), (5, 7)):
-        for ranks in range(1, 33):
+        for ranks in (1, 2, 3, 5, 8, 13, 32):
             held = runs(shape, ranks)
             chunks = tuple(held)
             assert len(held) == len(chunks), (shape, ranks)
@@ -314,6 +315,75 @@ def plan_both(source, target, limit, monkeypatch):
     with monkeypatch.context() as patched:
         patched.setattr(FileIndex, "find_placement", lambda *_: None)
         return windows, list(Plan(held, skeleton, limit))
+
+
+def lie_apart(target, offsets):
+    first, second, *more = offsets.byte_offsets
+    places = RankOffsets(offsets.files, (first, second + 12, *more))
+    for entry in target:
+        of_kind = places if entry.kind == "exp_avg" else entry.chunks.offsets
+        chunks = EqualRuns(of_kind, F32, entry.shape, entry.chunks.regular.skipped)
+        yield replace(entry, chunks=chunks)
+
+
+def lie_in_another_order(target, offsets):
+    turned = RankOffsets(offsets.files[::-1], (40_000,) * len(offsets.files))
+    yield from target
+    yield Entry("w4", "more", F32, (100,), EqualRuns(turned, F32, (100,), 0))
+
+
+def have_more(target, _offsets):
+    yield from target
+    yield Entry("w4", "more", F32, (100,), (contiguous("t0", 50_000, F32, whole((100,))),))
+
+
+@pytest.mark.parametrize("differ", [lie_apart, lie_in_another_order, have_more])
+def test_files_that_differ_are_planned_by_themselves(differ, monkeypatch):
+    source = flat_tensors("s", 7, SIZES, begins=(64, 5000))
+    (held,) = (entry for entry in source if entry.key == ("exp_avg", "w4"))
+    target = flat_tensors("t", 5, SIZES, begins=(64, 20000))
+    target = [*differ(target, target[-1].chunks.offsets)]
+    for limit in (16, 1 << 20):
+        windows, alone = plan_both(
+            [*source, replace(held, kind="more")], target, limit, monkeypatch
+        )
+        assert windows == alone
+
+
+def index_of(*parts):
+    """Return the index of tensors of so many elements, cut over files, from byte ``skipped`` on."""
+    cut = [
+        Entry(f"w{at}", f"{number}", F32, (numel,), EqualRuns(places, F32, (numel,), at))
+        for number, (places, numel, at) in enumerate(parts)
+    ]
+    return FileIndex(Skeleton((), cut))
+
+
+FILES = ("a", "b", "c", "d")
+
+
+def test_files_with_the_same_parts_share_a_plan():
+    """4 elements of two tensors in each file; of the third one 2, 2, 1 and none."""
+    first = RankOffsets(FILES, (100, 200, 300, 400))
+    index = index_of(
+        (first, 16, 8), (first, 5, 24), (RankOffsets(FILES, (150, 250, 350, 460)), 16, 0)
+    )
+    placed = [index.find_placement(file) for file in FILES]
+    assert [(each.position, each.byte_offset) for each in placed] == [
+        *((0, 100), (1, 200), (2, 300), (3, 400))
+    ]
+    assert placed[0].key == placed[1].key
+    assert len({each.key for each in placed}) == 3
+    assert placed[1].ranges == [(208, 232), (250, 266)]
+    index.drop("b")
+    assert index.files() == ["a", "c", "d"]
+
+
+@pytest.mark.parametrize(("skipped", "is_placed"), [((0, 16, 32), True), ((0, 12, 32), False)])
+def test_tensors_that_share_bytes_of_a_file_have_no_placement(skipped, is_placed):
+    places = RankOffsets(FILES, (0, 0, 0, 0))
+    index = index_of(*((places, 16, at) for at in skipped))  # 16 bytes each
+    assert (index.find_placement("a") is not None) is is_placed
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 5, 12, 13, 40])

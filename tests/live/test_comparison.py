@@ -214,3 +214,16 @@ def test_names_that_the_config_ties_are_found_in_a_published_directory(tmp_path)
     dcp.load(state, storage_reader=reshard.dcp.StorageReader(tmp_path), no_dist=True)
     for name, value in published.state_dict().items():
         assert torch.equal(state[name], value), name
+
+
+def test_a_value_that_the_program_made_infinite_is_an_error_unless_that_is_allowed(tmp_path):
+    """As stage 3 of DeepSpeed casts fp32 masters to fp16: no file has the cast values."""
+    model, optimizer = build(seed=1)
+    model.first.weight.data[0, 0] = 1e6  # in no sample
+    manifest = save(tmp_path / "saved.pt", model, optimizer)
+    loaded = list(iterate_model(model.half()))
+    with SourceFiles() as pool:
+        with pytest.raises(DifferentError, match="element 0 is inf for 65504") as told:
+            compare(loaded, Expected(manifest.entries, {}), pool, "sampled")
+        compare(loaded, Expected(manifest.entries, {}, may_overflow=True), pool, "sampled")
+    assert "on_overflow='allow'" in told.value.remedy

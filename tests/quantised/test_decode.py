@@ -15,7 +15,6 @@ from reshard import formats
 from reshard.errors import (
     CorruptError,
     IncompleteError,
-    ReshardError,
     UnsupportedError,
     UsageError,
 )
@@ -52,97 +51,55 @@ def fused(codes, scales):
     return torch.cat([scale_blocks(*part, BLOCK) for part in parts], -2)
 
 
-def fp8_cases():
-    """Return name of a case -> tensors, settings, the expected values."""
-    codes, scales = random_codes(200, 300), random_scales(2, 3)
-    yield (
-        "edge blocks",
-        {"a.weight": codes, "a.weight_scale_inv": scales},
-        FP8,
-        {"a.weight": scale_blocks(codes, scales, BLOCK)},
-    )
-    codes, scales = random_codes(3, 40, 6), random_scales(3, 3, 1)
-    small = {**FP8, "weight_block_size": [16, 8]}
-    yield (
-        "3-D",
-        {"a.up": codes, "a.up_scale_inv": scales},
-        small,
-        {"a.up": scale_blocks(codes, scales, (16, 8))},
-    )
-    codes, scales = random_codes(2, 200, 130), random_scales(2, 2, 2)
-    yield (
-        "fused halves",
-        {"e.gate_up_proj": codes, "e.gate_up_proj_scale_inv": scales},
-        FP8,
-        {"e.gate_up_proj": fused(codes, scales)},
-    )
-    codes, scales = random_codes(2, 300, 130), random_scales(2, 4, 2)
-    yield (
-        "fused edges",
-        {"e.gate_up_proj": codes, "e.gate_up_proj_scale_inv": scales},
-        FP8,
-        {"e.gate_up_proj": fused(codes, scales)},
-    )
-    whole = {**FP8, "weight_block_size": None}
-    codes = random_codes(5, 7)
-    one = torch.tensor(0.37)
-    yield (
-        "per tensor, 0-d",
-        {"a.weight": codes, "a.weight_scale_inv": one},
-        whole,
-        {"a.weight": codes.float() * one},
-    )
-    tensors = {"a.weight": codes, "a.weight_scale": one[None].clone(), "a.input_scale": one}
-    yield "vLLM's names", tensors, whole, {"a.weight": codes.float() * one}
-    rows = random_scales(5, 1)
-    yield (
-        "a scale for each row",
-        {"a.weight": codes, "a.weight_scale_inv": rows},
-        whole,
-        {"a.weight": codes.float() * rows},
-    )
-    e5m2 = random_codes(130, 4, dtype=torch.float8_e5m2)
-    scales = random_scales(2, 1).bfloat16()
-    yield (
-        "e5m2, bf16 scales",
-        {"a.weight": e5m2, "a.weight_scale_inv": scales},
-        FP8,
-        {"a.weight": scale_blocks(e5m2, scales, BLOCK)},
-    )
-    codes, powers = random_codes(130, 129), exponents(2, 2)
-    for name, stored in (("ue8m0", powers.view(E8M0)), ("ue8m0 as bytes", powers)):
-        yield (
-            name,
-            {"a.weight": codes, "a.weight_scale_inv": stored},
-            FP8,
-            {"a.weight": scale_blocks(codes, powers.view(E8M0), BLOCK)},
-        )
-    codes, powers = random_codes(2, 5, 96), exponents(2, 5, 3)
-    microscaled = {"quant_method": "mxfp8", "weight_block_size": [1, 32]}
-    yield (
-        "MXFP8",
-        {"a.weight": codes, "a.weight_scale_inv": powers},
-        microscaled,
-        {"a.weight": scale_blocks(codes, powers.view(E8M0), (1, 32))},
-    )
-    packed = random_codes(6, 32, seed=3).view(torch.int8)
-    powers = exponents(6, 2).view(E8M0)
-    v4 = {**FP8, "expert_dtype": "fp4", "scale_fmt": "ue8m0"}
-    yield (
-        "DeepSeek V4's experts",
-        {"a.weight": packed, "a.scale": powers},
-        v4,
-        {"a.weight": scale_blocks(unpack(packed), powers, (1, 32))},
-    )
-    empty = torch.empty(0, 128, dtype=torch.float8_e4m3fn)
-    tensors = {"a.weight": empty, "a.weight_scale_inv": torch.empty(0, 1)}
-    yield "no rows", tensors, FP8, {"a.weight": torch.empty(0, 128)}
-    nan = torch.tensor([[127, 255, 1, 126]], dtype=torch.uint8).view(torch.float8_e4m3fn)
-    tensors = {"a.weight": nan, "a.weight_scale_inv": torch.full((1, 1), 0.5)}
-    yield "NaN codes", tensors, FP8, {"a.weight": nan.float() * 0.5}
+def case(codes, scales, want, settings=FP8, *, name="a.weight", scale="a.weight_scale_inv"):
+    """Return the tensors of a model, what its config states, and the values."""
+    return {name: codes, scale: scales}, settings, {name: want}
 
 
-CASES = {name: rest for name, *rest in fp8_cases()}
+def in_blocks(codes, scales, block=BLOCK, name="a.weight", **settings):
+    want = scale_blocks(codes, scales, block)
+    return case(codes, scales, want, FP8 | settings, name=name, scale=f"{name}_scale_inv")
+
+
+def in_halves(rows, high):
+    codes, scales, name = random_codes(2, rows, 130), random_scales(2, high, 2), "e.gate_up_proj"
+    return case(codes, scales, fused(codes, scales), name=name, scale=f"{name}_scale_inv")
+
+
+SMALL, ONE, ROWS = random_codes(5, 7), torch.tensor(0.37), random_scales(5, 1)
+WHOLE = {**FP8, "weight_block_size": None}
+VLLM = case(SMALL, ONE[None].clone(), SMALL.float() * ONE, WHOLE, scale="a.weight_scale")
+EDGES, POWERS = random_codes(130, 129), exponents(2, 2)
+WIDE, LINES = random_codes(2, 5, 96), exponents(2, 5, 3)
+MXFP8 = {"quant_method": "mxfp8", "weight_block_size": [1, 32]}
+PACKED, EIGHTS = random_codes(6, 32, seed=3).view(torch.int8), exponents(6, 2).view(E8M0)
+V4 = {**FP8, "expert_dtype": "fp4", "scale_fmt": "ue8m0"}
+NO_ROWS, NO_SCALES = torch.empty(0, 128, dtype=torch.float8_e4m3fn), torch.empty(0, 1)
+NAN = torch.tensor([[127, 255, 1, 126]], dtype=torch.uint8).view(torch.float8_e4m3fn)
+OF_POWERS = scale_blocks(EDGES, POWERS.view(E8M0), BLOCK)
+CASES = {
+    "edge blocks": in_blocks(random_codes(200, 300), random_scales(2, 3)),
+    "3-D": in_blocks(
+        *(random_codes(3, 40, 6), random_scales(3, 3, 1), (16, 8), "a.up"),
+        weight_block_size=[16, 8],
+    ),
+    "fused halves": in_halves(200, 2),
+    "fused edges": in_halves(300, 4),
+    "per tensor, 0-d": case(SMALL, ONE, SMALL.float() * ONE, WHOLE),
+    "vLLM's names": (VLLM[0] | {"a.input_scale": ONE}, *VLLM[1:]),
+    "a scale for each row": case(SMALL, ROWS, SMALL.float() * ROWS, WHOLE),
+    "e5m2, bf16 scales": in_blocks(
+        random_codes(130, 4, dtype=torch.float8_e5m2), random_scales(2, 1).bfloat16()
+    ),
+    "ue8m0": case(EDGES, POWERS.view(E8M0), OF_POWERS),
+    "ue8m0 as bytes": case(EDGES, POWERS, OF_POWERS),
+    "MXFP8": case(WIDE, LINES, scale_blocks(WIDE, LINES.view(E8M0), (1, 32)), MXFP8),
+    "DeepSeek V4's experts": case(
+        *(PACKED, EIGHTS, scale_blocks(unpack(PACKED), EIGHTS, (1, 32)), V4), scale="a.scale"
+    ),
+    "no rows": case(NO_ROWS, NO_SCALES, torch.empty(0, 128)),
+    "NaN codes": case(NAN, torch.full((1, 1), 0.5), NAN.float() * 0.5),
+}
 
 
 def same(got, want):
@@ -154,9 +111,9 @@ def same(got, want):
     )
 
 
-@pytest.mark.parametrize("case", CASES)
-def test_fp8_weights_have_the_values_of_a_plain_arithmetic(tmp_path, case):
-    tensors, settings, want = CASES[case]
+@pytest.mark.parametrize("name_of_case", CASES)
+def test_fp8_weights_have_the_values_of_a_plain_arithmetic(tmp_path, name_of_case):
+    tensors, settings, want = CASES[name_of_case]
     norm = torch.randn(5).bfloat16()
     source = write_model(tmp_path / "m", {**tensors, "norm.weight": norm}, settings)
     for dtype, name in ((torch.float32, "fp32"), (torch.bfloat16, "bf16")):
@@ -330,92 +287,41 @@ def test_plain_weights_do_not_get_the_config_of_a_quantised_model(mixed, tmp_pat
 
 
 CODES = random_codes(200, 300)
-WRONG = {
-    "no scales": ({"a.weight": CODES}, FP8, IncompleteError, "a.weight_scale_inv is missing"),
-    "no codes": (
-        {"a.weight_scale_inv": random_scales(2, 3)},
-        FP8,
-        IncompleteError,
-        "does not belong to any float8 weight",
-    ),
-    "another block size": (
-        {"a.weight": CODES, "a.weight_scale_inv": random_scales(4, 5)},
-        FP8,
-        CorruptError,
-        r"blocks of 128 x 128: expected \(2, 3\)",
-    ),
-    "no block": (
-        {"a.weight": CODES, "a.weight_scale_inv": random_scales(2, 3)},
-        {**FP8, "weight_block_size": [128, 0]},
-        CorruptError,
-        "expected two positive integers",
-    ),
-    "a NaN scale": (
-        {"a.weight": CODES, "a.weight_scale_inv": torch.full((2, 3), float("nan"))},
-        FP8,
-        CorruptError,
-        "a scale of 'a.weight' is nan",
-    ),
-    "an infinite scale": (
-        {"a.weight": CODES, "a.weight_scale_inv": torch.full((2, 3), float("inf"))},
-        FP8,
-        CorruptError,
-        "a scale of 'a.weight' is inf",
-    ),
-    "float64 scales": (
-        {"a.weight": CODES, "a.weight_scale_inv": random_scales(2, 3).double()},
-        FP8,
-        UnsupportedError,
-        "has dtype float64, which reshard does not support for scales",
-    ),
-    "a vector": (
-        {"a.weight": CODES[0].contiguous(), "a.weight_scale_inv": random_scales(1)},
-        FP8,
-        UnsupportedError,
-        "not a matrix",
-    ),
-    "MXFP4 without scales": (
-        {"a_blocks": mxfp4_experts(1, 2, 3)[0]},
-        MXFP4,
-        IncompleteError,
-        "'a_scales' is missing",
-    ),
-    "MXFP4 of another group": (
-        {
-            "a_blocks": torch.zeros(1, 2, 3, 8, dtype=torch.uint8),
-            "a_scales": torch.zeros(1, 2, 3, dtype=torch.uint8),
-        },
-        MXFP4,
-        CorruptError,
-        "expected uint8",
-    ),
-    **{
-        method: (
-            {"a.weight": torch.ones(2, dtype=torch.uint8)},
-            {"quant_method": method},
-            UnsupportedError,
-            f"quantised with '{method}'",
-        )
-        for method in ("gptq", "awq", "bitsandbytes", "quanto", "torchao")
-    },
-    "older bitsandbytes": (
-        {"a.weight": torch.ones(2, dtype=torch.int8)},
-        {"load_in_8bit": True},
-        UnsupportedError,
-        "quantised with 'bitsandbytes'",
-    ),
-    "no config": (
-        {"a.weight": CODES, "a.weight_scale_inv": random_scales(2, 3)},
-        None,
-        UnsupportedError,
-        "no config.json with a quantization_config",
-    ),
-}
 
 
-@pytest.mark.parametrize("case", WRONG)
-def test_what_cannot_be_dequantised_is_refused_by_name(tmp_path, case):
-    tensors, settings, error, text = WRONG[case]
+def stored(codes=CODES, scales=None, **settings):
+    """Return a model with a weight in blocks of 128 x 128, and what its config states."""
+    tensors = {"a.weight": codes, "a.weight_scale_inv": scales}
+    return {name: t for name, t in tensors.items() if t is not None}, FP8 | settings
+
+
+def state(method):
+    return {"a.weight": torch.ones(2, dtype=torch.uint8)}, {"quant_method": method}
+
+
+SCALES = random_scales(2, 3)
+BYTES = torch.zeros(1, 2, 3, 8, dtype=torch.uint8)
+OF_BITSANDBYTES = {"a.weight": torch.ones(2, dtype=torch.int8)}, {"load_in_8bit": True}
+METHODS = ("gptq", "awq", "bitsandbytes", "quanto", "torchao")
+WRONG = [
+    (*stored(), IncompleteError, "a.weight_scale_inv is missing"),
+    (*stored(None, SCALES), IncompleteError, "does not belong to any float8 weight"),
+    (*stored(CODES, random_scales(4, 5)), CorruptError, r"128 x 128: expected \(2, 3\)"),
+    (*stored(CODES, SCALES, weight_block_size=[128, 0]), CorruptError, "two positive integers"),
+    (*stored(CODES, SCALES * torch.nan), CorruptError, "a scale of 'a.weight' is nan"),
+    (*stored(CODES, SCALES * torch.inf), CorruptError, "a scale of 'a.weight' is inf"),
+    (*stored(CODES, SCALES.double()), UnsupportedError, "float64, which reshard does not support"),
+    (*stored(CODES[0].contiguous(), random_scales(1)), UnsupportedError, "not a matrix"),
+    ({"a_blocks": mxfp4_experts(1, 2, 3)[0]}, MXFP4, IncompleteError, "'a_scales' is missing"),
+    ({"a_blocks": BYTES, "a_scales": BYTES[..., 0].clone()}, MXFP4, CorruptError, "expected uint8"),
+    *((*state(name), UnsupportedError, f"quantised with '{name}'") for name in METHODS),
+    (*OF_BITSANDBYTES, UnsupportedError, "quantised with 'bitsandbytes'"),
+    (stored(CODES, SCALES)[0], None, UnsupportedError, "no config.json with a quantization_config"),
+]
+
+
+@pytest.mark.parametrize(("tensors", "settings", "error", "text"), WRONG)
+def test_what_cannot_be_dequantised_is_refused_by_name(tmp_path, tensors, settings, error, text):
     source = write_model(tmp_path / "m", tensors, settings)
     with pytest.raises(error, match=text):
         reshard.merge(source, tmp_path / "merged", dtype="bf16")
@@ -432,14 +338,6 @@ def test_a_statement_in_a_file_of_its_own_counts_and_goes_along(tmp_path, name):
         reshard.merge(source, tmp_path / "values", dtype="bf16")
     reshard.merge(source, tmp_path / "codes")
     assert (tmp_path / "codes" / name).read_text() == "{}"
-
-
-def test_truncated_scales_are_refused(mixed, tmp_path):
-    source, _ = mixed
-    last = max(source.glob("*.safetensors"))
-    last.write_bytes(last.read_bytes()[:-4])
-    with pytest.raises(ReshardError, match="truncated"):
-        reshard.merge(source, tmp_path / "out", dtype="bf16")
 
 
 def test_float8_weights_without_scales_or_config_are_their_own_values(tmp_path):

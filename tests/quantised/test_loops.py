@@ -14,10 +14,6 @@ from reshard.quantised import decode, encode, loops
 from reshard.quantised.scaled import E2M1, INT4, INT8
 from tests.quantised.models import (
     FP8,
-    MXFP4,
-    mxfp4_experts,
-    random_codes,
-    random_scales,
     write_model,
 )
 from tests.support.compiled import build_module
@@ -326,30 +322,6 @@ def test_the_module_refuses_other_sizes(built):
             built.transpose(eight, 4, first, bytearray(16), 4, at)
     with pytest.raises(ValueError, match="size of the matrix"):
         built.decode_columns(eight, eight, bytearray(16), 8, 0, 2, 1, 0, 32)
-
-
-def test_merges_write_the_same_files(both, tmp_path):
-    """An fp8 and an MXFP4 release: to bf16, and that like another release."""
-    blocks, scales = mxfp4_experts(2, 70, 3)
-    tensors = {"e.down_proj_blocks": blocks, "e.down_proj_scales": scales}
-    write_model(tmp_path / "mxfp4", tensors, MXFP4)
-    tensors["e.down_proj_blocks"] = blocks.flip(0)
-    write_model(tmp_path / "mxfp4-other", tensors, MXFP4)
-    for name, seed in (("fp8", 0), ("fp8-other", 3)):
-        codes, scales = random_codes(200, 300, seed=seed), random_scales(2, 3)
-        write_model(tmp_path / name, {"a.weight": codes, "a.weight_scale_inv": scales}, FP8)
-
-    def merged():
-        found, number = [], len(list(tmp_path.iterdir()))
-        for method in ("fp8", "mxfp4"):
-            values, out = tmp_path / f"{method}{number}", tmp_path / f"{method}-q{number}"
-            reshard.merge(tmp_path / method, values, dtype="bf16")
-            reshard.merge(values, out, quantise_like=tmp_path / f"{method}-other")
-            found += [(path / "model.safetensors").read_bytes() for path in (values, out)]
-        return found
-
-    ours, wanted = both(merged)
-    assert ours == wanted
 
 
 def test_products_that_overflow_bfloat16_are_counted_and_clamped(both, tmp_path):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
@@ -13,7 +15,7 @@ import reshard
 from reshard import formats
 from reshard.commands.split.command import split
 from reshard.commands.split.options import SplitOptions
-from reshard.errors import IncompleteError, UnsupportedError, UsageError
+from reshard.errors import DifferentError, IncompleteError, UnsupportedError, UsageError
 from reshard.live.dcp import live_objects
 from reshard.model import shapes_of
 from tests.support.installed import TORCH_2_6
@@ -237,19 +239,6 @@ def test_it_goes_along_whole_where_dcp_has_it_flattened(name, tmp_path):
     assert without_names(got) == without_names(optimizer.state_dict())
 
 
-def test_all_its_tensors_can_be_opened(tmp_path):
-    model, optimizer = fresh(MADE["eight bits"])
-    train(model, optimizer)
-    torch.save(
-        {"model": model.state_dict(), "optimizer": optimizer.state_dict()}, tmp_path / "a.pt"
-    )
-    with reshard.open(tmp_path / "a.pt") as checkpoint:
-        codes = checkpoint.optimizer(f"{EightBit.KEY}/state1")["0.weight"][...]
-    assert torch.equal(
-        torch.as_tensor(codes), optimizer.state[model[0].weight][EightBit.KEY]["state1"]
-    )
-
-
 @pytest.mark.parametrize("stage", [0, 1, 3])
 def test_deepspeed_has_the_values_of_codes_unless_it_keeps_whole_states(stage, tmp_path):
     model, optimizer = fresh(EightBit)
@@ -455,6 +444,11 @@ def plain():
     return fresh(torch.optim.AdamW)[0]
 
 
+def alike():
+    """Return two layers of one size, as above."""
+    return nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
+
+
 WRAPPED = {"model": f"{__name__}:plain", "wrap": "none", "world_size": 2}
 FLAT = SplitOptions(to="fsdp", state_dict_type="local", **WRAPPED)
 ORIG = SplitOptions(to="verl", fsdp_version=1, use_orig_params="fp32", **WRAPPED)
@@ -492,6 +486,32 @@ def test_one_flat_parameter_has_one_of_them(tmp_path):
     source = with_trust(tmp_path, (0.25, 0.5, 0.25, 0.25, 0.25, 0.25))
     with pytest.raises(UnsupportedError, match="keeps a different trust for each member"):
         split(source, tmp_path / "out", FLAT)
+
+
+@pytest.mark.parametrize(("options", "given"), [(FLAT, True), (ORIG, False)], ids=["flat", "orig"])
+def test_a_parameter_that_was_never_stepped_gets_the_step_of_its_flat_one(options, given, tmp_path):
+    model = plain()
+    model[1].bias.requires_grad_(requires_grad=False)
+    optimizer = torch.optim.AdamW(model.named_parameters())
+    train(model, optimizer)
+    saved = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+    torch.save(saved, tmp_path / "a.pt")
+    report = split(tmp_path / "a.pt", tmp_path / "out", options)
+    told = "no state of 1.bias (never stepped): zeros at the step of its flat parameter"
+    assert any(told in note for note in report.notes) is given
+
+
+def test_flat_parameters_that_the_output_does_not_tell_apart_are_named(tmp_path):
+    """Units of one size, one of them frozen: FSDP stores only the numbers of the others."""
+    model = alike()
+    named = [*model.named_parameters()][:2]
+    optimizer = torch.optim.AdamW(named)
+    train(model, optimizer)
+    saved = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+    torch.save(saved, tmp_path / "a.pt")
+    options = replace(FLAT, model=f"{__name__}:alike", wrap="Linear")
+    with pytest.raises(DifferentError, match=r"read back: .* some of them are frozen"):
+        split(tmp_path / "a.pt", tmp_path / "out", options)
 
 
 @pytest.mark.parametrize("to", ["deepspeed", "ds-universal"])

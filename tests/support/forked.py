@@ -3,7 +3,7 @@
 ``with serving(modules) as path`` starts that process. ``python forked.py PATH WORLD PROGRAM ...``
 then stands for torchrun: it runs the program, a script or ``-m`` and a module, on that many
 ranks, prints what they print and ends as they do. A world of 0 stands for ``python PROGRAM ...``:
-one process, with the environment, the signals and the exit status of the caller.
+one process, with the environment, the signals, the stdin and the exit status of the caller.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import json
 import os
 import runpy
 import select
+import shlex
 import signal
 import socket
 import subprocess
@@ -28,6 +29,17 @@ from typing import Any, NoReturn
 
 CLIENT = Path(__file__).resolve()
 ROOT = CLIENT.parents[2]
+PYTHON = "FORKED_PYTHON"  # the variable that names what `write_python` wrote
+WRAPPER = """#!/bin/sh
+# Stands for python. A preloaded library needs a process of its own, as do a text and no arguments.
+test "$1" != -u || shift
+if test -z "$LD_PRELOAD"; then
+    case $1 in
+        -m | *.py) exec {client} "$@" ;;
+    esac
+fi
+exec {python} "$@"
+"""
 POLL_SECONDS = 0.02
 FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
@@ -68,12 +80,25 @@ def build_command(path: str, world: int) -> list[str]:
     return [sys.executable, "-S", "-E", str(CLIENT), path, str(world)]
 
 
+def write_python(path: str, place: Path) -> dict[str, str]:
+    """Write a program that stands for ``python``, in programs and in what they start.
+
+    Returns:
+        The variables with which they find it, as ``sys.executable``.
+    """
+    python = place / "python"
+    client, own = shlex.join(build_command(path, 0)), shlex.quote(sys.executable)
+    python.write_text(WRAPPER.format(client=client, python=own))
+    python.chmod(0o755)
+    return {PYTHON: str(python)}
+
+
 def request(path: str, world: int, argv: list[str]) -> int:
     """Have the server run a program, which prints here; return its exit code."""
     order = {"world": world, "argv": argv, "cwd": str(Path.cwd()), "environment": dict(os.environ)}
     with socket.socket(socket.AF_UNIX) as server:
         server.connect(path)
-        socket.send_fds(server, [json.dumps(order).encode() + b"\n"], [1, 2])
+        socket.send_fds(server, [json.dumps(order).encode() + b"\n"], [0, 1, 2])
         answers = server.makefile()
         pids = json.loads(answers.readline() or "[]")
         if world == 0:
@@ -126,7 +151,7 @@ def serve(path: str, modules: list[str]) -> NoReturn:
 def _serve_one(client: socket.socket) -> None:
     from tests.support.ports import find_free_port  # not for the client, a script
 
-    data, streams, _, _ = socket.recv_fds(client, 1 << 20, 2)
+    data, streams, _, _ = socket.recv_fds(client, 1 << 20, 3)
     while not data.endswith(b"\n"):
         data += client.recv(1 << 20)
     order = json.loads(data)
@@ -160,12 +185,13 @@ def _fork(order: dict[str, Any], rank: int | None, port: int, streams: list[int]
     if pid:
         return pid
     try:
-        for number, stream in enumerate(streams, 1):
+        for number, stream in enumerate(streams):
             os.dup2(stream, number)
         os.environ.clear()
         os.environ.update(order["environment"])
         if rank is not None:
             os.environ |= _rank_variables(rank, order["world"], port)
+        sys.executable = os.environ.get(PYTHON, sys.executable)
         os.chdir(order["cwd"])
         _run(order["argv"])
         code = 0

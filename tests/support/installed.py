@@ -6,7 +6,6 @@ versions that `tests/versions.py` installs, torch 2.6 and safetensors 0.4.3, lac
 
 from __future__ import annotations
 
-import pytest
 import torch
 from safetensors.torch import save
 
@@ -28,12 +27,3 @@ def _is_saved(dtype: DType) -> bool:
 
 
 SAFETENSORS_DTYPES = tuple(each for each in TORCH_DTYPES if each.safetensors and _is_saved(each))
-
-
-def skip_unless_saved(dtype: torch.dtype) -> pytest.MarkDecorator:
-    """Return a mark that skips a test if the installed safetensors cannot save the dtype."""
-    names = {each.name for each in SAFETENSORS_DTYPES}
-    return pytest.mark.skipif(
-        str(dtype).removeprefix("torch.") not in names,
-        reason=f"the installed safetensors cannot save {dtype}; safetensors 0.8 can",
-    )

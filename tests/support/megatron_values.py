@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+import shutil
 import types
 from pathlib import Path
 from typing import Any
@@ -25,12 +26,25 @@ def read_root(file: Path) -> Any:
     return torch.load(file, weights_only=False, pickle_module=module)
 
 
+def copy_changed(
+    source: Path, place: Path, files: str = "model_optim_rng.pt", **values: Any
+) -> Path:
+    """Copy a run, and change values in these files of its ranks."""
+    shutil.copytree(source, place)
+    for file in place.rglob(files):
+        change(file, **values)
+    return place
+
+
 def change(file: Path, **values: Any) -> None:
-    """Write a file again with other values, of its own or of its arguments."""
+    """Write a file again with other values, of its own or of its arguments.
+
+    A function gets the old value of the file.
+    """
     root = read_root(file)
     for name, value in values.items():
         if name in root:
-            root[name] = value
+            root[name] = value(root[name]) if callable(value) else value
         else:
             setattr(root["args"], name, value)
     torch.save(root, file)

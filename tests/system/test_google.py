@@ -97,16 +97,6 @@ def test_an_upload_that_was_cut_off_goes_on(files, proxy, whole, monkeypatch):
     assert files.find("bucket/out") == files.find("bucket/out/dcp")
 
 
-def test_a_refusal_is_said_at_once_and_leaves_nothing(files, proxy):
-    proxy.fault = lambda method, path, _number: (
-        403 if method == "POST" and "__2_0.distcp" in path else None
-    )
-    with pytest.raises(ReshardError, match=r"dcp/__2_0.*Forbidden"):
-        split()
-    proxy.reset()
-    assert contents(files, "bucket/out") == {}
-
-
 def test_there_must_be_a_bucket(files):
     with pytest.raises(UsageError, match="no bucket gs://nowhere"):
         reshard.merge(EXAMPLE, "gs://nowhere/model.safetensors")

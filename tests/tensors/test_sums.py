@@ -2,26 +2,27 @@
 
 from __future__ import annotations
 
+import itertools
+
 import numpy as np
 import pytest
 
 from reshard.core.dtypes import BFLOAT16, FLOAT16, FLOAT32, FLOAT64
 from reshard.engine.move.cast import as_numbers, get_numpy_dtype
 from reshard.tensors.averages import sums
+from tests.support.combinations import choose_combinations
 from tests.support.compiled import build_module
 
 FACTORS = [1.0, 0.1, -1 / 3, 0.0, 1e300, 1e-300]
 DTYPES = [[FLOAT32] * 3, [BFLOAT16] * 3, [FLOAT16] * 3, [BFLOAT16, FLOAT32, FLOAT16]]
+CASES = choose_combinations(
+    itertools.product(range(len(DTYPES)), (1, 7, 4099), FACTORS, (1, 3, 4, 2**-1070, 0.0))
+)
 
 
 @pytest.fixture(scope="module")
 def built(tmp_path_factory):
     return build_module(tmp_path_factory, "reshard.tensors.averages._sums")
-
-
-@pytest.fixture(params=DTYPES, ids=lambda dtypes: "-".join(map(str, dtypes)))
-def dtypes(request):
-    return request.param
 
 
 def make_row(random, dtype, count):
@@ -41,10 +42,9 @@ def average(rows, dtypes, factors, divisor, dtype=FLOAT32):
     return is_finite, means
 
 
-@pytest.mark.parametrize("count", [1, 7, 4099])
-@pytest.mark.parametrize("factor", FACTORS)
-@pytest.mark.parametrize("divisor", [1, 3, 4, 2**-1070, 0.0])
-def test_both_give_the_same_bits(built, monkeypatch, dtypes, count, factor, divisor):
+@pytest.mark.parametrize(("number", "count", "factor", "divisor"), CASES)
+def test_both_give_the_same_bits(built, monkeypatch, number, count, factor, divisor):
+    dtypes = DTYPES[number]
     random = np.random.default_rng(count)
     rows = [make_row(random, dtype, count) for dtype in dtypes]
     made = []

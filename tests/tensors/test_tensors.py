@@ -19,7 +19,6 @@ from reshard.core.manifest import Entry, Manifest, Origin, SourceFile, index_ent
 from reshard.errors import UnsupportedError, UsageError
 from reshard.system.files import Section, SourceFiles
 from reshard.tensors.lazy import Checkpoint, LazyTensor, find_first_difference, read_block
-from tests.support.random_checkpoints import scene
 from tests.support.sample_tensors import raw, same, sample_tensors
 
 
@@ -176,21 +175,6 @@ def test_opening_reads_headers_only(tmp_path):
     assert pool.nbytes < 100_000
 
 
-def test_blocks_of_sharded_tensors_are_read_across_shards(tmp_path):
-    chance = random.Random(1)
-    for seed in range(4):
-        made = scene(tmp_path / str(seed), seed)
-        made.files()
-        with SourceFiles() as pool:
-            for entry in made.entries.values():
-                for _ in range(10):
-                    origin = tuple(chance.randint(0, n) for n in entry.shape)
-                    pairs = zip(entry.shape, origin, strict=True)
-                    box = Box(origin, tuple(chance.randint(0, n - o) for n, o in pairs))
-                    wanted = made.values[entry.fqn][box.slices].tobytes()
-                    assert bytes(read_block(pool, entry, box)) == wanted
-
-
 def test_read_block_casts_when_asked(tmp_path):
     path = tmp_path / "w.safetensors"
     tensor = torch.randn(7, 5, generator=torch.Generator().manual_seed(1))
@@ -344,10 +328,3 @@ def test_a_report_prints_as_the_command_does(tmp_path):
     for other in (reshard.inspect(LLAMA), reshard.verify(LLAMA), reshard.diff(LLAMA, LLAMA)):
         assert len(repr(other)) < 300
         assert "<td" in other._repr_html_()
-
-
-def test_a_long_label_stays_apart_from_its_text():
-    from reshard.commands.lines import format_row
-
-    assert format_row("momentum_buffer", "4 tensors") == "momentum_buffer 4 tensors"
-    assert format_row("step", "4") == "step        4"

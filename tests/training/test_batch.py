@@ -8,6 +8,7 @@ from dataclasses import replace
 import pytest
 
 from reshard.core.manifest import Manifest, Origin, TrainState
+from reshard.training import batch as batches
 from reshard.training.batch import (
     BATCH_BEFORE,
     Batch,
@@ -120,6 +121,13 @@ def test_hf_trainer_is_told_its_arguments(batch, after, file, said):
     assert found.manifest.train.trainer_state["train_batch_size"] == file
     (warning,) = found.warnings
     assert re.search(said, warning), warning
+
+
+@pytest.mark.parametrize(("before", "after"), [(4, "2"), (2, "1"), (1, "")])
+def test_rounds_of_generation_follow_only_in_whole_numbers(before, after):
+    stated = batches._Stated(Batch(1, 4, 1), 1, {"steps_per_generation": before}, [])
+    said = batches._describe_arguments(stated, Batch(1, 2, 2))
+    assert said.partition("steps_per_generation, set it to ")[2] == after
 
 
 @pytest.mark.parametrize(

@@ -53,8 +53,9 @@ def test_other_parameters_without_a_group_are_refused():
     with pytest.raises(UsageError, match="names 'b', which the source does not train"):
         follow(state, "a", "b")
     state = make_state("a", "b", a=(2, 3), b=(4,))
-    with pytest.raises(UsageError, match="has no group for 'b'"):
+    with pytest.raises(UsageError, match="has no group for 'b'") as refused:
         follow(state, "a")
+    assert "tie_word_embeddings" in refused.value.remedy
 
 
 def test_a_live_group_that_joins_different_groups_is_refused_with_what_the_run_can_do():

@@ -124,6 +124,7 @@ def replace_gpu_modules() -> None:
 
     Megatron-core must be imported already.
     """
+    from megatron.core import parallel_state
     from megatron.core.dist_checkpointing.strategies import filesystem_async
     from megatron.core.transformer.moe import moe_utils
     from megatron.core.transformer.torch_norm import WrappedTorchNorm
@@ -131,6 +132,23 @@ def replace_gpu_modules() -> None:
     moe_utils.te_general_gemm = None  # 0.16.1 uses this name even without Transformer Engine
     WrappedTorchNorm.__new__ = _make_norm
     _write_in_threads(filesystem_async)
+    _share_groups(parallel_state)
+
+
+def _share_groups(parallel_state: types.ModuleType) -> None:
+    """Make one process group for all purposes that have the same ranks.
+
+    Each of Megatron's thirty groups has threads, which wake up a hundred times a second.
+    """
+    create, made = parallel_state.create_group, dict[Any, Any]()
+
+    def create_once(ranks: list[int], *args: Any, **kwargs: Any) -> Any:
+        key = torch.distributed.group.WORLD, tuple(ranks)
+        if key not in made:
+            made[key] = create(ranks, *args, **kwargs)
+        return made[key]
+
+    parallel_state.create_group = create_once
 
 
 def _write_in_threads(filesystem_async: types.ModuleType) -> None:

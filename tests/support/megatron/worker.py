@@ -5,15 +5,15 @@
 
 from __future__ import annotations
 
+import gc
 import importlib
 import json
-import os
 import sys
 import time
 import warnings
-from datetime import timedelta
 from pathlib import Path
 
+from tests.judges import ranks
 from tests.support.megatron.ranks import FAILED, FOUND, LIMIT_S, LoadJob
 
 
@@ -21,12 +21,17 @@ def serve(jobs: list[LoadJob]) -> None:
     """Run the jobs one after the other; the ranks of each are forks of this process."""
     from tests.support.megatron import cpu, delta
 
+    gc.disable()  # it would look through all that is imported again and again
     cpu.replace_cuda()
     delta.replace_kernels()
     # Imported before the forks, so that not every rank needs the seconds of the import.
     for module in ("tests.support.megatron.core", "torch._dynamo"):
         importlib.import_module(module)
     cpu.replace_gpu_modules()
+    ranks.serve_store()
+    gc.freeze()
+    gc.enable()
+    gc.set_threshold(ranks.GC_THRESHOLD)
     for job in jobs:
         failure = _run(job)
         if failure:
@@ -67,8 +72,8 @@ def load_checkpoint(rank: int, job: LoadJob) -> None:
     from tests.support.megatron import core
 
     warnings.simplefilter("ignore")
-    _join_group(job, rank)
-    place = Path(job.checkpoint)
+    directory, place = Path(job.directory), Path(job.checkpoint)
+    ranks.join_group(ranks.Job(place.name, job.world, directory, directory, LIMIT_S), rank)
     args = core.parse_line(job.line)
     vars(args).update(job.without_option)
     core.create_groups(args)
@@ -83,28 +88,7 @@ def load_checkpoint(rank: int, job: LoadJob) -> None:
             "wrong": [text for _, texts, _ in found for text in texts],
             "logits": [logits for _, _, logits in found if logits],
         }
-        torch.save(result, Path(job.directory, FOUND))
-
-
-def _join_group(job: LoadJob, rank: int) -> None:
-    """Join the job's process group, with the environment that a launcher would give."""
-    import torch
-    import torch.distributed as dist
-
-    os.environ |= {
-        "RANK": str(rank),
-        "LOCAL_RANK": str(rank),
-        "WORLD_SIZE": str(job.world),
-        "LOCAL_WORLD_SIZE": str(job.world),
-    }
-    torch.set_num_threads(1)
-    dist.init_process_group(
-        "gloo",
-        init_method=f"file://{Path(job.directory).resolve() / 'rendezvous'}",
-        rank=rank,
-        world_size=job.world,
-        timeout=timedelta(seconds=LIMIT_S),
-    )
+        torch.save(result, directory / FOUND)
 
 
 if __name__ == "__main__":
