@@ -14,14 +14,17 @@ from pathlib import Path
 from contest import HERE, PYTHON, Contender, compete, report
 
 
-def make(base: Path, adapter: Path, layers: int, rank: int) -> None:
+def make(base: Path, adapter: Path, hidden: int, layers: int, rank: int) -> None:
     """Write a Llama of random values in bf16, and an adapter of all its linear layers."""
     import torch
     from peft import LoraConfig, get_peft_model
     from transformers import LlamaConfig, LlamaForCausalLM
 
     config = LlamaConfig(
-        hidden_size=2048, intermediate_size=5632, num_hidden_layers=layers, num_attention_heads=16
+        hidden_size=hidden,
+        intermediate_size=hidden * 11 // 4,
+        num_hidden_layers=layers,
+        num_attention_heads=16,
     )
     model = LlamaForCausalLM(config).to(torch.bfloat16)
     model.save_pretrained(base)
@@ -66,6 +69,7 @@ def list_contenders(base: Path, adapter: Path) -> list[Contender]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--hidden", type=int, default=2048)
     parser.add_argument("--layers", type=int, default=12)
     parser.add_argument("--rank", type=int, default=16)
     parser.add_argument("--rounds", type=int, default=2)
@@ -76,7 +80,7 @@ def main() -> None:
         base, adapter = options.place / "base", options.place / "adapter"
         # A process of its own: the peak memory of a child counts what its parent has at its start.
         made = get_context("spawn").Process(
-            target=make, args=(base, adapter, options.layers, options.rank)
+            target=make, args=(base, adapter, options.hidden, options.layers, options.rank)
         )
         made.start()
         made.join()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 from pathlib import Path
 
 from contest import HERE, PYTHON, THREADS, Contender, limits
@@ -88,10 +89,10 @@ def of_hf_shards(source: Path, spans: Path) -> list[Contender]:
 
 
 def of_verl(source: Path, spans: Path) -> list[Contender]:
-    """Merge verl's files, against its own merger if ``RESHARD_VERL`` names its package."""
+    """Merge verl's files, against its own merger if `./dev bench` installed it."""
     spans.write_text(json.dumps(needed_spans(source, masters=False)))
     found = [*ours(source), *limits(spans)]
-    if "RESHARD_VERL" in os.environ:
+    if Path(sys.prefix, "programs", "verl").is_dir():
         command = [PYTHON, str(HERE / "peers.py"), "verl", str(source)]
         found.append(Contender("verl.model_merger", lambda out: [*command, str(out)]))
     return found

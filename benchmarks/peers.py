@@ -1,7 +1,7 @@
 """Start a merger that has no command of its own, or whose package needs more than merging does.
 
     python benchmarks/peers.py consolidate SHARDS OUTPUT --threads 2
-    RESHARD_VERL=PACKAGES python benchmarks/peers.py verl ACTOR OUTPUT
+    python benchmarks/peers.py verl ACTOR OUTPUT
     python benchmarks/peers.py plain ITERATION OUTPUT
     RESHARD_MEGATRON=CLONE python benchmarks/peers.py convert RUN OUTPUT
 
@@ -49,7 +49,7 @@ def consolidate(source: Path, output: Path, threads: int) -> None:
 
 
 def verl(source: Path, output: Path) -> None:
-    root = Path(os.environ["RESHARD_VERL"])
+    root = Path(sys.prefix, "programs", "verl")  # where ./dev installs it
     sys.path.append(str(root))
     for name in VERL:
         package: Any = types.ModuleType(name)
