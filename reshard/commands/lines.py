@@ -108,7 +108,7 @@ def align(rows: Sequence[LabelledLine]) -> Iterator[LabelledLine]:
     """Yield the rows with the first column as wide as their longest label, within limits."""
     longest = max((len(row.label) for row in rows), default=0)
     width = min(max(longest, _LABEL), _WIDEST)
-    return (LabelledLine(row.label, row.text, "  ", width) for row in rows)
+    return (type(row)(row.label, row.text, "  ", width) for row in rows)
 
 
 def format_list(

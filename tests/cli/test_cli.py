@@ -281,6 +281,11 @@ def test_verbose_shows_where_and_keeps_the_exit_code(tmp_path, arguments, code):
     assert "Traceback" in done.stderr
 
 
+@pytest.mark.parametrize(("flags", "is_shown"), [((), False), (("-v",), True)])
+def test_only_verbose_counts_the_values(source, flags, is_shown):
+    assert ("  values  " in run("inspect", source, *flags).stdout) == is_shown
+
+
 def test_json_of_a_merge_is_one_document_with_these_keys(source, target):
     done = run("merge", source, target, "--json")
     document = json.loads(done.stdout)
