@@ -102,8 +102,8 @@ _LIBRARIES = (
         _is_of_paddle,
     ),
     _Library(
-        "is a checkpoint of nanotron, which the package reshard-nanotron reads",
-        "pip install reshard-nanotron",
+        "is a checkpoint of nanotron, which the package in plugins/nanotron reads",
+        "in a clone of reshard's sources: pip install . ./plugins/nanotron",
         _is_of_nanotron,
         format="nanotron",
     ),
