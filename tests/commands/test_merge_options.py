@@ -661,6 +661,15 @@ def test_a_quantised_model_keeps_its_codes_scales_and_dtype(tmp_path):
     assert got["quantization_config"] == wanted["quantization_config"]
 
 
+def test_codes_without_scales_keep_their_dtype_with_a_note(tmp_path):
+    codes = {"a": torch.randn(8, 4).to(torch.float8_e4m3fn), "b": torch.ones(2)}
+    save_file(codes, tmp_path / "codes.safetensors")
+    report = reshard.merge(tmp_path / "codes.safetensors", tmp_path / "o.safetensors", dtype="bf16")
+    assert report.warnings == ["keep their dtype, as no scales are known: a"]
+    kept = reshard.merge(tmp_path / "codes.safetensors", tmp_path / "p.safetensors")
+    assert not kept.warnings
+
+
 def test_one_file_has_no_shards(plain, tmp_path):
     with pytest.raises(UsageError, match="--max-shard-size: has no effect, because the suffix"):
         reshard.merge(plain, tmp_path / "out.safetensors", max_shard_bytes=1000)

@@ -78,3 +78,14 @@ def test_other_buffers_are_still_asked_for(tmp_path):
     torch.save({"model": weights, "optimizer": optimizer.state_dict()}, tmp_path / "source.pt")
     with pytest.raises(IncompleteError, match="'scale' is a parameter or a buffer"):
         reshard.split(tmp_path / "source.pt", tmp_path / "out", to="fsdp2", world_size=2)
+
+
+@pytest.mark.parametrize("suffix", ["pt", "safetensors"])
+def test_averaged_statistics_are_named(suffix, tmp_path):
+    """A safetensors file does not tell them from parameters."""
+    for number in range(2):
+        save(tmp_path / f"{number}.pt", divide if number else Model.parameters)
+        reshard.merge(tmp_path / f"{number}.pt", tmp_path / f"{number}.safetensors")
+    sources = [tmp_path / f"{number}.{suffix}" for number in range(2)]
+    report = reshard.average(sources, tmp_path / "mean.safetensors")
+    assert any("averaged: norm.running_mean" in note for note in report.warnings), report

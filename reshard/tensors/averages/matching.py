@@ -9,6 +9,7 @@ from reshard.core.box import Box, contiguous_cuts
 from reshard.core.dtypes import FLOAT32, DType
 from reshard.core.manifest import BUFFER, PARAM, Entry
 from reshard.errors import DifferentError, UnsupportedError, UsageError
+from reshard.model.norm_buffers import find_norm_buffers
 from reshard.system.files import SourceFiles
 from reshard.tensors.averages.mean import compute_mean
 from reshard.tensors.lazy import find_first_difference, read_block
@@ -140,6 +141,8 @@ class _Averager:
         given = [source.weight for source in sources]
         self._weights = [weight for weight in given if weight is not None] or None
         self._buffers: list[str] = []
+        last = {fqn: entry for fqn, (entry, _) in sources[-1].tensors.items()}
+        self._norms = find_norm_buffers(last)
 
     def add(self, found: Sequence[tuple[Entry, DType]]) -> None:
         """Add what is written of one tensor.
@@ -157,7 +160,8 @@ class _Averager:
         if {entry.dtype.family for entry in entries} != {"float"}:
             self._result.tensors.append((self._take_equal(entries), dtype))
             return
-        if is_buffer and self._find_other(entries) is not None:
+        may_be_statistic = is_buffer or entries[-1].fqn in self._norms
+        if may_be_statistic and self._find_other(entries) is not None:
             self._buffers.append(entries[-1].fqn)
         self._result.tensors.append((compute_mean(entries, self._weights, self._where), dtype))
         self._result.means += 1
