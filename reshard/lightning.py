@@ -143,10 +143,9 @@ class _StrategyLoader:
         return ValueOptions(**self._options).trust
 
     def _read(self) -> Manifest:
-        try:
-            options = ValueOptions(**self._options)
-        except TypeError as error:
-            raise UsageError("open_checkpoint", str(error)) from error
+        for name in self._options.keys() - ValueOptions.__dataclass_fields__.keys():
+            raise UsageError(name, "is not an option of open_checkpoint", "leave it out")
+        options = ValueOptions(**self._options)
         module, strategy = self._trainer.lightning_module, self._trainer.strategy
         parameters = [name for name, _ in module.named_parameters()]
         buffers = [name for name, _ in module.named_buffers()]

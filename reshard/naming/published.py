@@ -128,7 +128,7 @@ def choose_form(manifest: Manifest, config: ModelConfig | None, names: Names | N
     except (UsageError, UnsupportedError) as error:
         if names is not None:
             raise
-        note = f"the output has the names of the source: {error.where} {error.problem}"
+        note = f"the output has the names of the source: {error.where}: {error.problem}"
         return ChosenForm(manifest, warnings=(note,), is_other_model=isinstance(error, UsageError))
 
 

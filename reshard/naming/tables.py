@@ -61,7 +61,7 @@ def describe_or_explain(
     except (UsageError, UnsupportedError) as error:
         if options.names or options.family:
             raise
-        return None, f"the output has the names of the source: {error.where} {error.problem}"
+        return None, f"the output has the names of the source: {error.where}: {error.problem}"
     if traits is not None or not own.of_own_models:
         return traits, ""
     return None, (

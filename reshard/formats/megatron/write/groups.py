@@ -116,10 +116,12 @@ def make_groups(state: WritableState, experts: frozenset[str], adam: Adam | None
             )
             known = merged.setdefault(identity, (completed, []))
             if known[0] != completed:
+                keys = zip((*_IDENTITY, *_SINCE_019), identity[2:], strict=True)
+                equal = ", ".join(f"{key} {value}" for key, value in keys if value is not None)
                 raise UnsupportedError(
                     state.manifest.origin.path,
-                    f"has two param groups that Megatron would join ({identity}), with different"
-                    f" {_name_differences(known[0], completed)}",
+                    f"has two param groups that Megatron would join (equal are {equal}), with"
+                    f" different {_name_differences(known[0], completed)}",
                     "pass equal groups with --param-groups FILE, or write the weights with"
                     " --weights-only",
                 )
