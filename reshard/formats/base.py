@@ -347,6 +347,7 @@ class StateConversion(Conversion):
         request: the options of the output, with nothing left open.
         shapes: the model that the user named, or that a config beside the source describes.
         rng: the random states to write, in rank order.
+        slots_left_out: how many optimizer slots of the source the options leave out.
     """
 
     writer: Writer
@@ -354,3 +355,4 @@ class StateConversion(Conversion):
     request: Request
     shapes: ModelShapes | None = None
     rng: tuple[RankRng, ...] = ()
+    slots_left_out: int = 0

@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import save_file
 
 import reshard
-from reshard.errors import IncompleteError
+from reshard.errors import IncompleteError, UnsupportedError
 from reshard.formats import registry
 
 OWN = {"epoch": 3, "args": Namespace(seed=1, table=torch.ones(3)), "queue": [1, 2]}
@@ -85,3 +85,27 @@ def test_one_error_states_all_that_a_source_of_weights_alone_needs(tmp_path):
         reshard.split(folder, tmp_path / "out", world_size=2, rng="derive")
     assert "also pass --init-optimizer none" in str(caught.value)
     reshard.split(folder, tmp_path / "out", world_size=2, init_optimizer="none")
+
+
+def test_slots_that_names_could_not_convert_are_left_out_first(tmp_path):
+    """Adafactor keeps a sum for each row and column; Megatron's layers fuse the weights."""
+    transformers = pytest.importorskip("transformers")
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "num_hidden_layers": 1}
+    config = transformers.LlamaConfig(
+        hidden_size=8, intermediate_size=8, vocab_size=8, max_position_embeddings=8, **heads
+    )
+    model = transformers.LlamaForCausalLM(config)
+    optimizer = torch.optim.Adafactor(model.parameters())
+    model(input_ids=torch.arange(8)[None], labels=torch.arange(8)[None]).loss.backward()
+    optimizer.step()
+    source = tmp_path / "source"
+    config.save_pretrained(source)
+    state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+    torch.save(state, source / "checkpoint.pt")
+    with pytest.raises(UnsupportedError, match="--weights-only"):
+        reshard.split(source, tmp_path / "refused", to="megatron")
+    report = reshard.split(source, tmp_path / "out", to="megatron", weights_only=True)
+    assert report.optimizer_tensors_in > 0
+    reshard.merge(source, tmp_path / "merged", names="hf")
+    reshard.merge(tmp_path / "out", tmp_path / "again", hf_dir=source)
+    assert reshard.diff(tmp_path / "merged", tmp_path / "again").same

@@ -201,7 +201,9 @@ def rename(merge: Merge) -> Merge:
         # A directory is for transformers, so its names are chosen; a file keeps the source's.
         merge.notes.warnings += naming.explain_source_names(merge.manifest, own, wanted, model)
         wanted = naming.prefer_source(wanted)
-    chosen = naming.choose_names(merge.manifest, own, wanted, model)
+    # Slots of another shape than their weight (Adafactor's) could not be converted.
+    bare = merge.manifest.with_entries(merge.manifest.of_kind(*WEIGHT_KINDS))
+    chosen = naming.choose_names(bare, own, wanted, model)
     if chosen.config is not None:
         companions = replace(companions, config=dict(chosen.config))
     return replace(apply_names(merge, chosen), companions=companions)
@@ -251,9 +253,7 @@ def choose_form(merge: Merge) -> Merge:
         is_file = named.config is None
         config = ModelConfig(companions.config, companions.directory if is_file else None)
     bare = keys.edit(merge.manifest, keys.Edits(strip_wrappers=options.edits.strip_wrappers))
-    # Slots of another shape than their weight (Adafactor's) could not be converted.
-    kept = bare.manifest.with_entries(bare.manifest.of_kind(*WEIGHT_KINDS))
-    form = published.choose_form(kept, config, names)
+    form = published.choose_form(bare.manifest, config, names)
     merge.notes.derived += form.notes
     merge.notes.warnings += form.warnings
     return replace(

@@ -26,6 +26,7 @@ PASSES: Sequence[Callable[[SplitConversion], SplitConversion]] = (
     passes.decode,
     passes.strip_wrappers,
     passes.choose_optimizer,
+    passes.leave_out_optimizer,
     passes.resolve_model,
     passes.resolve,
     passes.keep_run,

@@ -149,6 +149,20 @@ def choose_optimizer(split: SplitConversion) -> SplitConversion:
     return replace(split, options=replace(options, init_optimizer="none"))
 
 
+def leave_out_optimizer(split: SplitConversion) -> SplitConversion:
+    """Return the split without the slots of an optimizer that the output does not have.
+
+    The passes that rename could not convert all of them: Adafactor's have other shapes than their
+    weights.
+    """
+    if not split.options.without_optimizer:
+        return split
+    entries = split.manifest.entries
+    manifest = split.manifest.with_entries(split.manifest.of_kind(*WEIGHT_KINDS))
+    left_out = len(entries) - len(manifest.entries)
+    return replace(split.with_manifest(manifest), slots_left_out=left_out)
+
+
 def resolve_model(split: SplitConversion) -> SplitConversion:
     """Return the split with the user's model; for weights alone, with that of a config beside them.
 
@@ -247,9 +261,7 @@ def compare_copies(split: SplitConversion) -> SplitConversion:
     with SourceFiles(manifest.files) as pool:
         weights.check_tied_copies(manifest, pool)
         manifest = weights.tie_equal_heads(manifest, pool)
-        entries = list(manifest.entries.values())
-        if split.request.weights_only:
-            entries = list(manifest.of_kind(*WEIGHT_KINDS))
+        entries = manifest.entries.values()
         split.notes.derived += replicas.check(entries, manifest.files, pool, policy)
     return split.with_manifest(manifest)
 

@@ -121,7 +121,7 @@ def find(conversion: StateConversion) -> SavedKeys | None:
     manifest, request = conversion.manifest, conversion.request
     given = conversion.options.given()
     is_new = "param_groups" in given or given.get("init_optimizer") == "zeros"
-    is_partial = request.weights_only and manifest.has_optimizer
+    is_partial = conversion.slots_left_out > 0
     if not request.keeps_layout or is_partial or is_new or request.live.groups:
         return None
     if request.rng in ("derive", "drop"):
