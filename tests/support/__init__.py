@@ -8,7 +8,7 @@ Modules:
     digests: short digests of tensors, which samples keep instead of the tensors.
     faults: a process whose disk calls can be killed, lose power, fail or be interrupted.
     forked: starts programs as forks of one process that has imported what they need.
-    guides: runs the commands and the Python code of README and docs/start.
+    guides: runs the commands and the Python code of README, docs/index.md and docs/start.
     large_manifests: manifests of runs with thousands of ranks, computed without files.
     megatron: proves a model family with Megatron-core: ``python -m tests.support.megatron CONFIG``.
     model_configs: configurations of models whose memory was measured on a GPU.

@@ -22,7 +22,8 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCS = ROOT / "docs"
-PAGES = (ROOT / "README.md", *sorted((DOCS / "start").glob("*.md")), DOCS / "api.md")
+LANDING = DOCS / "index.md"  # its commands stand in tables and in sentences
+PAGES = (ROOT / "README.md", LANDING, *sorted((DOCS / "start").glob("*.md")), DOCS / "api.md")
 _TRAIN = "python -m trainer --steps 4 --global-batch 8 --seq-len 32 --no-progress --strategy"
 SOURCES = {  # name of a checkpoint in the pages -> how it is made
     "run": f"{_TRAIN} zero3 --nproc 4 --save run",
@@ -30,6 +31,7 @@ SOURCES = {  # name of a checkpoint in the pages -> how it is made
     "megatron": "reshard convert run/ megatron/ --to megatron --tp 2",
     "outputs": "reshard convert run/ outputs/ --to hf-trainer",
 }
+FILLED_IN = {r"\b(DIR|RUN|A|B|COPY)\b": "run/", "OUT": "out/", ' --command "..."': ""}
 HOME = """
 import pathlib, shutil, sys
 import reshard, trainer
@@ -59,7 +61,12 @@ def find_blocks(page: Path, language: str) -> list[str]:
 
 
 def list_commands(page: Path) -> list[str]:
-    """Return the commands of the console blocks, in order."""
+    """Return the commands of the console blocks, or of the sentences of the landing page."""
+    if page == LANDING:
+        text = page.read_text()
+        for placeholder, value in FILLED_IN.items():
+            text = re.sub(placeholder, value, text)
+        return re.findall(r"`((?:reshard|eval) [^`]+)`", text)
     lines = [line for block in find_blocks(page, "console") for line in block.splitlines()]
     return [line[2:] for line in lines if line.startswith("$ ")]
 
@@ -85,11 +92,12 @@ def run_page(page: Path, sources: Path, scratch: Path) -> None:
     """Run the commands and the Python code of a page in a new directory."""
     place = scratch / f"{page.parent.name}-{page.stem}"
     place.mkdir()
-    text = page.read_text()
+    commands = list_commands(page)
+    text = "\n".join([page.read_text(), *commands])
     for name in SOURCES:
         if re.search(rf"\b{name}/", text):
             shutil.copytree(sources / name, place / name)
-    for line in list_commands(page):
+    for line in commands:
         run(line, ["bash", "-c", line], place)
     for block in find_blocks(page, "python"):
         what = block.splitlines()[0]
