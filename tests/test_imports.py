@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from reshard.formats.registry import list_built_in_formats, list_built_in_writers
 from tests.support.programs import run_python
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -408,6 +409,57 @@ def test_a_package_that_lists_its_modules_lists_all_of_them():
             missing = {name for name in inside if not re.search(rf"\b{name}\b", text)}
             assert missing == set(), path
             assert listed - inside == set(), path
+
+
+# Modules outside of formats/ and cli/ that name a format or a layout, and why.
+NAME_A_FORMAT = {
+    "accelerate": "loads into one library, whose files it asks for",
+    "deepspeed": "the same",
+    "transformers": "the same",
+    "commands.demo": "shows two layouts",
+    "sizing.strategies": "forecasts two frameworks, and says which layout each loads",
+    "training.trainer_run": "reads the document of our trainer, which several formats have",
+}
+# Words that are also the name of a format: packages, devices, keys and strategies of programs.
+HOMONYMS = {
+    "containers.pickles.trust": {"torch", "deepspeed"},
+    "layouts.mesh": {"fsdp"},
+    "layouts.model_parallel.rules": {"megatron"},  # a table of names
+    "lightning": {"trainer"},
+    "model.build": {"meta"},
+    "model.library": {"torch"},
+    "naming.options": {"megatron"},  # the same table
+    "sizing.configs": {"deepspeed", "fsdp", "fsdp2", "torch"},  # frameworks and strategies
+    "sizing.sources": {"huggingface"},
+    "sizing.strategy_choice": {"deepspeed"},
+    "state_dict.sections": {"meta"},
+    "system.optional": {"trainer"},
+    "training.companion_files": {"huggingface"},
+}
+# Modules outside of formats/ that import a format's folder, and why.
+IMPORT_A_FORMAT = {
+    "checks.unread": "compares folders of DCP that no reader of the checkpoint used",
+    "deepspeed": "reads the configuration of DeepSpeed's engine",
+    "live.memory": "reads the names of experts in DeepSpeed's engine",
+}
+
+
+def test_a_format_is_named_and_imported_only_with_a_reason():
+    formats = {f.name for f in list_built_in_formats()} | list_built_in_writers().keys()
+    known = modules("reshard")
+    nested = (re.match(r"reshard\.formats\.\w+\.", name) for name in known)
+    folders = tuple({found[0] for found in nested if found})
+    named, importers = {}, set()
+    for name, tree in known.items():
+        module = name.removeprefix("reshard.")
+        if module.split(".")[0] not in ("formats", "cli"):
+            words = {node.value for node in ast.walk(tree) if isinstance(node, ast.Constant)}
+            named |= {module: words & formats} if words & formats else {}
+            if any(f"{each}.".startswith(folders) for each in imported(tree, known)):
+                importers.add(module)
+    assert {module: named[module] for module in named.keys() - NAME_A_FORMAT} == HOMONYMS
+    assert NAME_A_FORMAT.keys() <= named.keys()
+    assert importers == IMPORT_A_FORMAT.keys()
 
 
 def test_each_class_name_has_one_meaning():

@@ -6,7 +6,6 @@ import hashlib
 import re
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
-from pathlib import PurePosixPath
 from typing import Any
 
 from reshard.checks.pairs import TensorPair
@@ -44,7 +43,7 @@ def find_differences(a: Manifest, b: Manifest) -> Iterator[StateDifference]:
         left, right = (to_plain(_read_folder(files, folder)) for files in (one, two))
         yield from _compare(f"{folder}/", left, right)
         one, two = (
-            {name: path for name, path in files.items() if _get_folder(name) != folder}
+            {name: path for name, path in files.items() if name.rpartition("/")[0] != folder}
             for files in (one, two)
         )
     for name in one.keys() & two.keys():
@@ -91,16 +90,12 @@ def _has_state(name: str) -> bool:
     return name.endswith(_STATE) and _NOT_RESUMED.fullmatch(name) is None
 
 
-def _get_folder(name: str) -> str:
-    return str(PurePosixPath(name).parent)
-
-
 def _list_shared_folders(a: Manifest, b: Manifest) -> list[str]:
     one, two = (
         {
-            _get_folder(name)
-            for name in manifest.unread_files
-            if PurePosixPath(name).name == METADATA
+            folder
+            for folder, _, name in (n.rpartition("/") for n in manifest.unread_files)
+            if name == METADATA
         }
         for manifest in (a, b)
     )

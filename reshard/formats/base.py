@@ -87,6 +87,7 @@ class Source:
             the same format have a place for; empty: there are none.
         translate: returns a training state with what is beside its tensors in the form that
             programs of other formats load, and notes; None: it has that form.
+        is_whole: whether every rank loads all files, if the checkpoint states no ranks.
     """
 
     writer: str | None = None
@@ -95,6 +96,7 @@ class Source:
     names: ModelNames = BY_MEGATRON_ARGS
     name_own_parts: Callable[[Manifest], str] | None = None
     translate: Callable[[Manifest], tuple[Manifest, list[str]]] | None = None
+    is_whole: bool = False
 
     def has_foreign_names(self, writer: Writer) -> bool:
         """Return whether what loads the writer's files has other names than this source."""

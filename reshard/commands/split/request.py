@@ -49,12 +49,13 @@ def choose_writer(manifest: Manifest, options: SplitOptions) -> Writer:
     Raises:
         UsageError: there is no such writer; or none is named, and none keeps the layout.
     """
-    name = options.to or registry.describe_source(manifest).writer
+    source = registry.describe_source(manifest)
+    name = options.to or source.writer
     if name is None:
         advice = f"name the layout to write: --to {'|'.join(registry.list_writers())}"
-        is_plain = len(manifest.files) == 1 or manifest.origin.format == "torch"
-        if is_plain and manifest.origin.world == 1:
-            files = "this file" if len(manifest.files) == 1 else "these files"
+        is_one = len(manifest.files) == 1
+        if (is_one or source.is_whole) and manifest.origin.world == 1:
+            files = "this file" if is_one else "these files"
             whole = f"its program loads {files} on any number of ranks; for another program, "
             below = manifest.checkpoint_below
             advice = (f"pass {below} for its state; " if below else "") + whole + advice

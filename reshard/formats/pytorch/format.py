@@ -329,7 +329,8 @@ FORMAT = Format(
         "fsdp": Source(choose_writer=_choose_for_ranks, translate=_translate),
         trainer_run.NAME: Source(writer=trainer_run.NAME),
         "lightning": Source(choose_writer=_choose_for_lightning),
-        **dict.fromkeys(("fairscale", "torch_xla", NAME), Source()),
+        **dict.fromkeys(("fairscale", "torch_xla"), Source()),
+        NAME: Source(is_whole=True),
     },
     writers=(
         Dcp(),
