@@ -100,7 +100,7 @@ def mark_buffers(
     if unknown:
         raise IncompleteError(
             state.manifest.origin.path,
-            f"does not state whether {counted(len(unknown), 'tensor')} "
+            f"does not state whether {counted(len(unknown), 'tensor')}"
             f" ({abridge(unknown, _LISTED)}) are parameters or buffers: {why}",
             _SAY_MODEL + otherwise,
         )

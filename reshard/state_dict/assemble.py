@@ -147,7 +147,7 @@ def build_manifest(
         frozen=_find_frozen(train, all_entries, entries),
         trained_dtypes={fqn: entry.dtype for fqn, entry in entries.items()},
         placements={fqn: tensor.placement for fqn, tensor in weights.items() if tensor.placement},
-        may_be_ddp=not flats and _may_be_ddp(origin, weights.values()),
+        may_be_ddp=not flats and _may_be_ddp(weights.values()),
         warnings=(*warnings, *parsed.notes, *notes),
         unnamed_optimizers=tuple(path for one in read for path in one.unnamed_optimizers),
         unnamed=next((one.why_unnamed for one in read if one.why_unnamed), None),
@@ -161,11 +161,9 @@ def build_manifest(
     )
 
 
-def _may_be_ddp(origin: Origin, weights: Iterable[GlobalTensor]) -> bool:
+def _may_be_ddp(weights: Iterable[GlobalTensor]) -> bool:
     # DDP cannot wrap a model whose parameters are DTensors on an axis that shards them. DCP does
     # not store axes, and may be Megatron FSDP's, whose wrapper has the name of DDP's.
-    if not origin.facts.wraps_ddp:
-        return False
     sharded = {axis for tensor in weights for axis, dim in tensor.placement if dim is not None}
     return all(ROLES.get(axis) == "tensor" for axis in sharded)
 

@@ -16,8 +16,10 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import reshard
-from reshard.errors import UsageError
+from reshard.core.manifest import FrameworkFacts
+from reshard.errors import ReshardError, UsageError
 from reshard.formats import registry
+from reshard.formats.base import Source
 from reshard.testing import Example, check_format
 from tests.support import forked
 
@@ -115,6 +117,32 @@ def test_the_kit_accepts_a_format_of_another_package(listed, tmp_path):
     check_format(LISTED, [Example(path=place, weights=weights)], tmp_path / "kit")
     with registry.add_format(LISTED):
         assert reshard.inspect(place).warnings == []
+
+
+@pytest.mark.parametrize("is_stated", [False, True])
+def test_commands_follow_the_facts_that_a_format_states(listed, is_stated, tmp_path):
+    """As they do for the formats of this package, whose names they do not compare."""
+    place, weights = listed
+    for name in weights:
+        (place / f"{name}.safetensors").rename(place / f"module.{name}.safetensors")
+    (place / "listed.json").write_text(json.dumps({f"module.{name}": 1 for name in weights}))
+    facts = FrameworkFacts(wraps_ddp=not is_stated, describes_model=is_stated)
+
+    def read(location, hints):
+        manifest = LISTED.read(location, hints)
+        return replace(manifest, origin=replace(manifest.origin, facts=facts))
+
+    sources = {"listed": Source(is_whole=is_stated)}
+    with registry.add_format(replace(LISTED, read=read, sources=sources)):
+        reshard.merge(place, tmp_path / "m.safetensors")
+        prefix = "module." if is_stated else ""
+        assert load_file(tmp_path / "m.safetensors").keys() == {f"{prefix}{n}" for n in weights}
+        with pytest.raises(UsageError) as refusal:
+            reshard.split(place, tmp_path / "out")
+        assert ("its program loads these files" in str(refusal.value)) is is_stated
+        needed = "has no learning rate" if is_stated else r"2 tensors \(.*are parameters or buffers"
+        with pytest.raises(ReshardError, match=needed):
+            reshard.split(place, tmp_path / "out", to="deepspeed", init_optimizer="zeros")
 
 
 def test_the_kit_finds_wrong_values(listed, tmp_path):
