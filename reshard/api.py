@@ -44,6 +44,17 @@ _Options = TypeVar("_Options")
 _Result = TypeVar("_Result")
 _Report_co = TypeVar("_Report_co", covariant=True)
 
+_CHECKPOINT = "A directory or file of the checkpoint; as Paths, also a list of them (one per node)."
+_PARAMETERS = {  # name -> sentence for `help`, for those that are not options
+    "path": _CHECKPOINT,
+    "source": _CHECKPOINT,
+    "sources": "The checkpoints; with ``last``, the directory of one run.",
+    "destination": "Where to write; existing files are replaced only with ``overwrite``.",
+    "a": "A checkpoint or a model.",
+    "b": "What is compared with it.",
+    "force": "Another name of source_format.",
+}
+
 
 class _OfPath(Protocol[_P, _Report_co]):
     def __call__(self, path: Paths, *args: _P.args, **options: _P.kwargs) -> _Report_co: ...
@@ -102,7 +113,11 @@ def _with_keywords(function: Callable[..., _Result], kind: Callable[..., Any]) -
         return function(*args, **given, options=kind(**values))
 
     call.__signature__ = own.replace(parameters=[*paths, *keywords])  # type: ignore[attr-defined]
-    call.__doc__ = "\n".join([call.__doc__ or "", "    Keywords:", *_describe_keywords(kind), ""])
+    further = [name for name in (*own.parameters, *known) if name in _PARAMETERS]
+    described = [f"        {name}: {_PARAMETERS[name]}" for name in further]
+    call.__doc__ = "\n".join(
+        [call.__doc__ or "", "    Parameters:", *described, *_describe_keywords(kind), ""]
+    )
     return call
 
 
@@ -187,10 +202,6 @@ def open(path: Paths, options: SourceOptions) -> Checkpoint:  # noqa: A001 - res
     """Return a mapping fqn -> lazy tensor over a checkpoint; only headers are read.
 
     Names are without wrapper prefixes (``module.``, ``_orig_mod.``), as `merge` writes them.
-
-    Args:
-        path: a directory or file; several directories if each node kept its own files.
-        options: as keywords, see `SourceOptions`.
 
     Raises:
         ReshardError: the checkpoint is unknown, incomplete or corrupt.
@@ -308,9 +319,7 @@ def resume_check(source: str | Path, options: ResumeCheckOptions) -> ResumeRepor
 def plan(source: Paths | None = None, options: PlanOptions | None = None) -> PlanReport:
     """Forecast the memory of each strategy and recommend one; keywords as in `PlanOptions`.
 
-    Args:
-        source: a checkpoint, whose run is to continue; None: ``model`` or ``params`` states it.
-        options: as keywords, see `PlanOptions`.
+    Without a source, ``model`` or ``params`` states the model.
 
     Raises:
         ReshardError: the source cannot be read, or the options contradict each other.

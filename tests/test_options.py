@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import json
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -130,6 +131,10 @@ def test_help_describes_each_keyword_in_a_sentence():
     assert "verify: False: Do not read the output back." in text
     assert "edits: reshard.Edits(" in text
     assert "object at 0x" not in str(inspect.signature(reshard.merge))
+    for name in (*KINDS, "open", "open_files", "average", "plan"):
+        function = getattr(reshard, name)
+        described = set(re.findall(r"^        (\w+): ", function.__doc__, re.MULTILINE))
+        assert inspect.signature(function).parameters.keys() <= described, name
 
 
 def test_the_name_of_another_command_leads_to_the_function():
