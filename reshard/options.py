@@ -42,7 +42,7 @@ class Declaration(NamedTuple):
         choices: the allowed values, where the type of the field does not list them.
         find_choices: returns all choices, those of extensions included; called only for a value
             that is not among ``choices``, because it imports the extensions.
-        advice: what to do for a value that is not among the choices.
+        advice: what to do for a value that is not allowed.
         parse: converts the text of the command line, where the type does not decide it.
         shown_default: the default as the command line spells it, for an option with ``parse``.
         shapes_output: whether the bytes of the output depend on the option.
@@ -156,7 +156,8 @@ class Option(NamedTuple):
 
     def _check_one(self, value: Any) -> None:
         if not self.choices and not self._is_of_type(value):
-            raise UsageError(f"{self.name}={value!r}", f"must be {_TYPE_NAMES[self.type]}")
+            problem = f"must be {_TYPE_NAMES[self.type]}"
+            raise UsageError(f"{self.name}={value!r}", problem, self.declared.advice)
         least, most = self.declared.minimum, self.declared.maximum
         if self.choices and value not in self.choices:
             # Only now, because this imports the extensions.

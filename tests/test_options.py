@@ -193,6 +193,7 @@ def test_reports_list_the_options_that_were_given(tmp_path):
     ("call", "message"),
     [
         (lambda: reshard.SplitOptions(world_size="2"), "world_size='2': must be an integer"),
+        (lambda: reshard.SplitOptions(world_size="auto"), r"int\(os.environ\["),
         (lambda: reshard.SplitOptions(world_size=True), "world_size=True: must be an integer"),
         (lambda: reshard.SplitOptions(world_size=2.0), "world_size=2.0: must be an integer"),
         (lambda: reshard.InspectOptions(tag=4), "tag=4: must be a string"),

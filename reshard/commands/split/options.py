@@ -125,6 +125,7 @@ class SplitOptions(LayoutOptions, OutputOptions):
         metavar="N|auto",
         minimum=1,
         parse=_parse_world_size,
+        advice='pass the number of ranks; in a job of torchrun, int(os.environ["WORLD_SIZE"])',
         unset="same as the source",
         is_common=True,
     )
