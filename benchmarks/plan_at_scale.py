@@ -52,7 +52,7 @@ from reshard.core.manifest import (
 )
 from reshard.engine.planning.planner import Plan
 from reshard.formats import registry
-from reshard.formats.megatron.write.choice import Described, MegatronTarget
+from reshard.formats.megatron.write.resolved import Described, MegatronTarget
 from reshard.formats.request import Request
 from reshard.layouts.model_parallel.architecture import Architecture
 from reshard.layouts.model_parallel.rules import load_table

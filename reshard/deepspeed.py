@@ -162,7 +162,7 @@ def refuse_config(config: Mapping[str, Any]) -> None:
     Raises:
         UnsupportedError: naming the setting.
     """
-    from reshard.formats.deepspeed.order import get_section
+    from reshard.formats.deepspeed.flat_order import get_section
 
     if get_section(config, "checkpoint").get("load_universal"):
         raise UnsupportedError(

@@ -111,7 +111,7 @@ class Request:
         return cls(**{option.name: getattr(request, option.name) for option in fields(request)})
 
     @property
-    def own(self) -> Self | None:
+    def target(self) -> Self | None:
         """The request itself, if its writer has a class of its own."""
         return None if type(self) is Request else self
 

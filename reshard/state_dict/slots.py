@@ -1,4 +1,4 @@
-"""Turn the `Value` leaves of a state dict into the tensors of one rank's file."""
+"""Turn the `StateTensor` leaves of a state dict into the tensors of one rank's file."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from reshard.layouts.blocks import RankBlocks, RankBoxes
 from reshard.layouts.mesh import MeshPlacements, TensorPlacement
 from reshard.model import ModelShapes
 from reshard.state_dict.sharded_writer import DTensorBuilder
-from reshard.state_dict.torch_state_dict import Value, build_optimizer
+from reshard.state_dict.torch_state_dict import StateTensor, build_optimizer
 from reshard.training.state import WritableState
 
 
 class RankSharder:
-    """Converts a tree, replacing each `Value` with the tensor that one rank saves.
+    """Converts a tree, replacing each `StateTensor` with the tensor that one rank saves.
 
     Attributes:
         dtensors: their builder.
@@ -32,14 +32,14 @@ class RankSharder:
 
     def __init__(self, placements: MeshPlacements, rank: int) -> None:
         self.dtensors = DTensorBuilder(placements.grid, rank)
-        self.cut: dict[Storage, Value] = {}
+        self.cut: dict[Storage, StateTensor] = {}
         self._placements, self._rank = placements, rank
-        self._made: dict[int, Any] = {}  # id of a `Value` -> its tensor, which all names share
+        self._made: dict[int, Any] = {}  # id of a `StateTensor` -> the tensor of all its names
         self._shapes: dict[Index, Index] = {}
 
     def convert(self, value: Any) -> Any:
         """Convert a tree, or one leaf of it."""
-        if isinstance(value, Value):
+        if isinstance(value, StateTensor):
             if id(value) not in self._made:
                 self._made[id(value)] = self._build_tensor(value)
             return self._made[id(value)]
@@ -47,7 +47,7 @@ class RankSharder:
             return type(value)((key, self.convert(item)) for key, item in value.items())
         return [self.convert(item) for item in value] if isinstance(value, list) else value
 
-    def _build_tensor(self, value: Value) -> Any:
+    def _build_tensor(self, value: StateTensor) -> Any:
         placed = self._placements.get_placement(value.owner)
         if not value.divided or not placed.axes:
             return build_whole_slot(value)
@@ -63,7 +63,7 @@ class RankFileLayouts:
     """Lays out one file of each rank; all have the same tree, of which each rank stores its blocks.
 
     Args:
-        tree: with a `Value`, or the slot of a whole tensor, for each tensor.
+        tree: with a `StateTensor`, or the slot of a whole tensor, for each tensor.
         names: the name of each rank's file.
         stamp: returns the stamp of a rank's file.
     """
@@ -118,7 +118,7 @@ class RankFileLayouts:
             groups[letters, tuple(boxes[rank].shape for boxes in every)].append(rank)
         return list(groups.values())
 
-    def _find_boxes(self, value: Value) -> RankBoxes:
+    def _find_boxes(self, value: StateTensor) -> RankBoxes:
         placed = self._placements.get_placement(value.owner)
         if not value.divided or not placed.axes:
             placed = TensorPlacement((), ())
@@ -130,18 +130,18 @@ class RankFileLayouts:
         return self._boxes[key]
 
     def _build_entries(
-        self, storages: Sequence[Storage], cut: Mapping[Storage, Value]
+        self, storages: Sequence[Storage], cut: Mapping[Storage, StateTensor]
     ) -> Iterator[Entry]:
         for number, storage in enumerate(storages):
             value = cut.get(storage)
             if value is None:
                 for part in storage.parts:
-                    whole_value = Value(storage.dtype, part.shape)
+                    whole_value = StateTensor(storage.dtype, part.shape)
                     yield self._build_entry(part.kind, part.fqn, number, whole_value)
             elif value.entry is not None and value.numel:
                 yield self._build_entry(value.entry.kind, value.entry.fqn, number, value)
 
-    def _build_entry(self, kind: str, fqn: str, number: int, value: Value) -> Entry:
+    def _build_entry(self, kind: str, fqn: str, number: int, value: StateTensor) -> Entry:
         find_start = partial(_find_start, self._starts, number)  # no list for each tensor
         chunks = RankBlocks(self._names, self._find_boxes(value), find_start, value.dtype)
         return Entry(fqn, kind, value.dtype, value.shape, chunks)
@@ -151,35 +151,35 @@ def _find_start(starts: Sequence[Sequence[int]], number: int, rank: int) -> int:
     return starts[rank][number]
 
 
-def _list_values(tree: Any) -> Iterator[Value]:
-    if isinstance(tree, Value):
+def _list_values(tree: Any) -> Iterator[StateTensor]:
+    if isinstance(tree, StateTensor):
         yield tree
     elif isinstance(tree, (dict, list)):
         for item in tree.values() if isinstance(tree, dict) else tree:
             yield from _list_values(item)
 
 
-def _list_parts(value: Value, box: Box) -> tuple[StorageBlock, ...]:
+def _list_parts(value: StateTensor, box: Box) -> tuple[StorageBlock, ...]:
     if value.entry is None or not box.volume:
         return ()
     return (StorageBlock(value.entry.kind, value.entry.fqn, value.shape, box),)
 
 
-def build_whole_slot(value: Value) -> StorageView:
+def build_whole_slot(value: StateTensor) -> StorageView:
     """Build a tensor that is stored whole."""
     storage = Storage(value.dtype, value.numel, _list_parts(value, whole(value.shape)), value.data)
     return StorageView(storage, value.shape)
 
 
 class WholeSlots:
-    """Converts each `Value` to a tensor that is stored whole, once for each file."""
+    """Converts each `StateTensor` to a tensor that is stored whole, once for each file."""
 
     def __init__(self) -> None:
         self._made: dict[int, StorageView] = {}
 
     def __call__(self, value: Any) -> StorageView | None:
-        """Return the slot of a `Value`, the same one each time; None for anything else."""
-        if not isinstance(value, Value):
+        """Return the slot of a `StateTensor`, the same one each time; None for anything else."""
+        if not isinstance(value, StateTensor):
             return None
         if id(value) not in self._made:
             self._made[id(value)] = build_whole_slot(value)

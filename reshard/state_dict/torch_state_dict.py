@@ -1,4 +1,4 @@
-"""Build state dicts as torch has them, with a `Value` for each tensor, before sharding.
+"""Build state dicts as torch has them, with a `StateTensor` for each tensor, before sharding.
 
 Parameters have the precision of their master weights, because PyTorch's sharded training stores no
 other copy. Optimizer state is keyed by fqn, like ``get_optimizer_state_dict``, or by index, like
@@ -54,7 +54,7 @@ _STAND_INS = ("class", "tensor", "bytes")  # keys of descriptions by `plain_valu
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Value:
+class StateTensor:
     """A tensor of a state dict.
 
     Args:
@@ -76,7 +76,7 @@ class Value:
         return prod(self.shape)
 
 
-def build_counter(step: float, slots: Collection[str]) -> Value | int:
+def build_counter(step: float, slots: Collection[str]) -> StateTensor | int:
     """Return a step as torch's optimizers count it; other optimizers' Python number stays one.
 
     bitsandbytes' kernels take a Python number alone.
@@ -88,7 +88,7 @@ def build_counter(step: float, slots: Collection[str]) -> Value | int:
         return int(step)
     if isinstance(step, int) and not optimizers.has_moments(slots):
         return step
-    return Value(dtypes.FLOAT32, (), data=pack_fp32(step))
+    return StateTensor(dtypes.FLOAT32, (), data=pack_fp32(step))
 
 
 def build_weights(
@@ -96,17 +96,17 @@ def build_weights(
     *,
     dtype: DType | None = None,
     divided: Callable[[Weight], bool] | None = None,
-) -> dict[str, Value]:
-    """Build the model's state dict; all names of one tensor have one `Value`.
+) -> dict[str, StateTensor]:
+    """Build the model's state dict; all names of one tensor have one `StateTensor`.
 
     Args:
         dtype: dtype of the parameters; None keeps that of each master.
         divided: whether a weight is sharded; by default every weight that is not a known buffer.
     """
-    values: dict[str, Value] = {}
+    values: dict[str, StateTensor] = {}
     for weight in state.weights:
         cut = divided(weight) if divided else not weight.is_buffer
-        values[weight.fqn] = Value(
+        values[weight.fqn] = StateTensor(
             choose_weight_dtype(weight, dtype),
             weight.shape,
             weight.value,
@@ -286,8 +286,8 @@ def refuse_lost_state(state: WritableState) -> None:
 
 def _build_slots(
     state: WritableState, group: TrainedGroup, member: TrainedParameter
-) -> dict[str, Value | int]:
-    slots: dict[str, Value | int] = {
+) -> dict[str, StateTensor | int]:
+    slots: dict[str, StateTensor | int] = {
         n: build_slot(member, entry) for n, entry in member.slots.items()
     }
     step = member.step
@@ -295,17 +295,17 @@ def _build_slots(
         check_adam_slots(state, group, member)
     # A flat partition has no slots of a parameter without elements; torch keeps empty ones for it.
     elif not member.weight.value.numel and (names := _find_expected_slots(group)):
-        empty = Value(dtypes.FLOAT32, member.weight.shape, divided=True, owner=member.fqn)
+        empty = StateTensor(dtypes.FLOAT32, member.weight.shape, divided=True, owner=member.fqn)
         slots = {name: replace(empty) for name in names}
         step = next((m.step for m in group.members if m.slots), None)
     return slots if step is None else {"step": build_counter(step, slots), **slots}
 
 
-def build_slot(member: TrainedParameter, entry: Entry) -> Value:
+def build_slot(member: TrainedParameter, entry: Entry) -> StateTensor:
     """Build a slot of a parameter, cut like the parameter if it has its shape."""
     cut = entry.shape == member.weight.shape and not member.weight.is_buffer
     cut = cut and bool(entry.shape)
-    return Value(entry.dtype, entry.shape, entry, divided=cut, owner=member.fqn)
+    return StateTensor(entry.dtype, entry.shape, entry, divided=cut, owner=member.fqn)
 
 
 def _find_expected_slots(group: TrainedGroup) -> tuple[str, ...]:
@@ -364,7 +364,7 @@ def build_hyper(state: WritableState, group: TrainedGroup) -> dict[str, Any]:
 def _build_tensor(value: Any) -> Any:
     if not isinstance(value, TensorNumber):
         return restore_sets(value)
-    return Value(value.dtype, value.shape, data=pack_number(value, value.dtype))
+    return StateTensor(value.dtype, value.shape, data=pack_number(value, value.dtype))
 
 
 def refuse_unwritable_hyper(state: WritableState) -> None:

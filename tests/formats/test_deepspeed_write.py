@@ -28,7 +28,7 @@ from reshard.core.manifest import (
 )
 from reshard.engine.planning.planner import Plan
 from reshard.errors import IncompleteError, UnsafeError, UnsupportedError, UsageError
-from reshard.formats.deepspeed import order, write
+from reshard.formats.deepspeed import flat_order, write
 from reshard.formats.deepspeed.write import pickled_objects, spec, universal
 from reshard.formats.deepspeed.write.spec import resolve_spec
 from reshard.formats.request import Request
@@ -115,10 +115,11 @@ def test_every_layout_covers_every_tensor_once():
 
 def test_a_run_that_took_turns_takes_them_at_the_new_size():
     names = "abcdefg"
-    turned = order.to_round_robin(names, 3)
+    turned = flat_order.to_round_robin(names, 3)
     zero = {"stage": 2, "round_robin_gradients": True}
     source = manifest([[(name, (2,)) for name in turned]], config={"zero_optimization": zero})
-    for stage, wanted in ((2, order.to_round_robin(names, 2)), (3, list(names)), (0, list(names))):
+    turned = flat_order.to_round_robin(names, 2)
+    for stage, wanted in ((2, turned), (3, list(names)), (0, list(names))):
         choice = resolve_spec(build_writable_state(source), Request(world_size=2, zero_stage=stage))
         assert [member.fqn for member in choice.flats[0]] == wanted
 

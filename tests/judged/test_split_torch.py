@@ -27,7 +27,7 @@ from reshard.formats.pytorch import layouts
 from reshard.formats.request import Request
 from reshard.layouts.mesh import MeshGrid
 from reshard.state_dict import torch_state_dict
-from reshard.state_dict.torch_state_dict import Value
+from reshard.state_dict.torch_state_dict import StateTensor
 from reshard.training import copied_files
 from reshard.training.state import build_writable_state
 from tests.judged.alike import assert_alike, assert_same_state
@@ -612,7 +612,7 @@ def test_a_bf16_copy_is_written_on_request(made, tmp_path):
 @given(st.lists(st.integers(0, 9), max_size=3).map(tuple), st.integers(1, 12), st.booleans())
 def test_blocks_are_those_of_pytorch(shape, shards, divided):
     """As ``torch.chunk`` cuts, every element once, and a place is named once."""
-    value = Value(dtypes.UINT8, shape, divided=divided)
+    value = StateTensor(dtypes.UINT8, shape, divided=divided)
     blocks = dcp.divide(value, shards)
     whole = torch.arange(max(torch.Size(shape).numel(), 1))[: torch.Size(shape).numel()]
     whole = whole.reshape(shape)

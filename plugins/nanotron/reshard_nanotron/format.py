@@ -53,11 +53,11 @@ class Nanotron(Writer):
 
     def rename(self, conversion: StateConversion, names: NameOptions) -> Naming:
         """Return the state under nanotron's names; those of another source's model are derived."""
-        from reshard_nanotron import begin
+        from reshard_nanotron import new_run
 
         if conversion.manifest.origin.format == NAME:
             return super().rename(conversion, names)
-        return begin.rename(conversion, names)
+        return new_run.rename(conversion, names)
 
     def keeps_value(self, name: str, _request: Request) -> bool:
         """Return True for the counters, which ``checkpoint_metadata.json`` and its folder have."""
@@ -70,8 +70,8 @@ class Nanotron(Writer):
             UsageError: nanotron has no such ZeRO stage.
         """
         from reshard.containers.skeletons import LaidOut
-        from reshard_nanotron import begin, writer
-        from reshard_nanotron.choice import Wanted
+        from reshard_nanotron import new_run, writer
+        from reshard_nanotron.target import TargetRun
 
         if request.zero_stage > 1:
             raise UsageError(
@@ -79,7 +79,7 @@ class Nanotron(Writer):
                 "is not a ZeRO stage of nanotron, which supports 0 and 1",
                 "pass 0 or 1",
             )
-        wanted = Wanted(
+        wanted = TargetRun(
             sizes=request.parallel,
             data=request.data_parallel,
             zero=request.zero_stage == 1,
@@ -88,8 +88,8 @@ class Nanotron(Writer):
         )
         notes: tuple[str, ...] = ()
         if request.described is not None:
-            state = begin.add_layout(state, request.described, request.parallel.pipeline)
-            notes = tuple(begin.describe(request.described))
+            state = new_run.add_layout(state, request.described, request.parallel.pipeline)
+            notes = tuple(new_run.describe(request.described))
         return LaidOut(
             writer.lay_out(state, wanted), (*writer.describe_omissions(state, wanted), *notes)
         )

@@ -26,7 +26,7 @@ from reshard.state_dict.plain_values import to_plain
 from reshard.system.files import SourceFiles
 from reshard.system.threads import map_files
 from reshard_nanotron.directory import CheckpointFiles, NamedFile
-from reshard_nanotron.slices import RankPart
+from reshard_nanotron.slices import TensorShard
 
 _STEP = "step"
 _FILE = record(
@@ -35,7 +35,7 @@ _FILE = record(
     param_groups=sequence(fields(params=sequence(COUNT))),
 )
 
-PartTable = Mapping[str, Mapping[tuple[int, int], RankPart]]  # fqn -> (tp, exp) -> the rank's part
+PartTable = Mapping[str, Mapping[tuple[int, int], TensorShard]]  # fqn -> (tp, exp) -> its part
 
 
 @dataclass(slots=True)
@@ -108,7 +108,7 @@ def _iterate_tensors(
             yield fqn, MASTER, value
 
 
-def _find_part(file: TorchFile, rank: NamedFile, part_table: PartTable, fqn: str) -> RankPart:
+def _find_part(file: TorchFile, rank: NamedFile, part_table: PartTable, fqn: str) -> TensorShard:
     parts = part_table.get(fqn)
     if parts is None:
         raise IncompleteError(
@@ -128,7 +128,7 @@ def _find_part(file: TorchFile, rank: NamedFile, part_table: PartTable, fqn: str
 
 def _add_tensor(
     chunks: dict[Key, tuple[Entry, list[Chunk]]],
-    part: RankPart,
+    part: TensorShard,
     key: Key,
     stored: Chunk,
     rank: NamedFile,

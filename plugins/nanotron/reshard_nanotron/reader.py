@@ -38,7 +38,7 @@ from reshard_nanotron.directory import (
 )
 from reshard_nanotron.layout import ParameterCut, RunFacts
 from reshard_nanotron.optimizer import StagedOptimizer
-from reshard_nanotron.slices import RankPart
+from reshard_nanotron.slices import TensorShard
 from reshard_nanotron.stages import Stage
 
 _TENSOR = "data"
@@ -57,7 +57,7 @@ def read(location: Location) -> Manifest:
     listed = directory.list_files(directory.locate(location) or location)
     paths = [rank.path for ranks in listed.weights.values() for rank in ranks]
     opened = dict(zip(paths, map_files(paths, safetensors.read), strict=True))
-    parts: dict[str, dict[tuple[int, int], RankPart]] = {}
+    parts: dict[str, dict[tuple[int, int], TensorShard]] = {}
     cuts: dict[str, ParameterCut | None] = {}
     weights = {fqn: _read_weight(listed, fqn, opened, parts, cuts) for fqn in listed.weights}
     with SourceFiles() as pool:
@@ -119,7 +119,7 @@ def _read_weight(
     listed: CheckpointFiles,
     fqn: str,
     opened: Mapping[Path, SafetensorsFile],
-    parts: dict[str, dict[tuple[int, int], RankPart]],
+    parts: dict[str, dict[tuple[int, int], TensorShard]],
     cuts: dict[str, ParameterCut | None],
 ) -> Entry:
     """Read a parameter of all ranks; add each rank's part to ``parts``, the cut to ``cuts``."""

@@ -21,7 +21,7 @@ _SIZE = re.compile(r"(?:np\.\w+\()?(\d{1,19})\)?")  # numpy 2 prints np.int64(8)
 
 
 @dataclass(frozen=True, slots=True)
-class RankPart:
+class TensorShard:
     """A rank's part of a tensor of ``shape``: its own shape, and (local, global) boxes."""
 
     shape: Index
@@ -62,12 +62,12 @@ class RankPart:
                     yield block, block.within(local).shift(box.origin)
 
 
-def make_whole_part(shape: Index) -> RankPart:
+def make_whole_part(shape: Index) -> TensorShard:
     """Return the part of a rank that stores the whole tensor."""
-    return RankPart(shape, shape, ((whole(shape), whole(shape)),))
+    return TensorShard(shape, shape, ((whole(shape), whole(shape)),))
 
 
-def parse_part(path: str, metadata: Mapping[str, str], local: Index) -> RankPart:
+def parse_part(path: str, metadata: Mapping[str, str], local: Index) -> TensorShard:
     """Return the part that the header of a rank's weights states, else the whole tensor.
 
     Args:
@@ -93,7 +93,7 @@ def parse_part(path: str, metadata: Mapping[str, str], local: Index) -> RankPart
     # Elements outside every pair would be lost.
     if sum(a.volume for a, _ in pairs) != whole(local).volume:
         raise CorruptError(path, f"its slices do not cover its tensor of {local}")
-    return RankPart(shape, local, pairs)
+    return TensorShard(shape, local, pairs)
 
 
 def _split_contiguous(box: Box, shape: Index) -> Iterator[Box]:

@@ -23,17 +23,17 @@ from reshard.core.dtypes import FLOAT32, DType
 from reshard.core.manifest import MASTER, PARAM, Entry, OutputFile, Skeleton
 from reshard.state_dict import torch_state_dict
 from reshard.training.state import TrainedParameter, Weight, WritableState
-from reshard_nanotron import choice, slices
-from reshard_nanotron.choice import Wanted
+from reshard_nanotron import slices, target
 from reshard_nanotron.directory import METADATA, MODEL_CONFIG, SCHEDULER, TRACKER
 from reshard_nanotron.layout import RunFacts
 from reshard_nanotron.optimizer import compute_piece
-from reshard_nanotron.slices import RankPart
+from reshard_nanotron.slices import TensorShard
+from reshard_nanotron.target import TargetRun
 
 
-def lay_out(state: WritableState, wanted: Wanted) -> Skeleton:
+def lay_out(state: WritableState, wanted: TargetRun) -> Skeleton:
     """Lay out the run's directory: the directory of its step, and ``latest.txt``."""
-    run = _RunWriter(state, wanted, choice.resolve_layout(state, wanted))
+    run = _RunWriter(state, wanted, target.resolve_layout(state, wanted))
     step = str(state.step)
     inside = [*run.lay_out_weights()]
     if not wanted.weights_only:
@@ -43,7 +43,7 @@ def lay_out(state: WritableState, wanted: Wanted) -> Skeleton:
     return skeletons.join([skeletons.lay_out_bytes(TRACKER, step.encode()), *moved])
 
 
-def describe_omissions(state: WritableState, wanted: Wanted) -> Iterator[str]:
+def describe_omissions(state: WritableState, wanted: TargetRun) -> Iterator[str]:
     """Yield a note on each part of the source that is not copied."""
     train = state.manifest.train
     if not wanted.weights_only:
@@ -52,13 +52,13 @@ def describe_omissions(state: WritableState, wanted: Wanted) -> Iterator[str]:
             *train.client.keys() & train.objects.keys(),
         ):
             yield f"not copied: {name}"
-    for name in choice.get_layout(state).beside:
+    for name in target.get_layout(state).beside:
         why = " (nanotron does not load it either)" if name == "random" else ""
         yield f"not copied: {name}{why}"
 
 
 class _RunWriter:
-    def __init__(self, state: WritableState, wanted: Wanted, known: RunFacts) -> None:
+    def __init__(self, state: WritableState, wanted: TargetRun, known: RunFacts) -> None:
         self._state, self._wanted, self._known = state, wanted, known
         self._members = {member.fqn: member for member in state.members}
         self._ranks = wanted.sizes.tensor
@@ -87,7 +87,7 @@ class _RunWriter:
             return weight.value, dtype or weight.dtype
         return trained, trained.dtype
 
-    def _find_part(self, weight: Weight, rank: int) -> RankPart:
+    def _find_part(self, weight: Weight, rank: int) -> TensorShard:
         cut = self._known.cuts.get(weight.fqn)
         if cut is None:
             return slices.make_whole_part(weight.shape)
@@ -208,7 +208,7 @@ class _RunWriter:
 @dataclass(frozen=True, slots=True)
 class _OptimizedRun:
     member: TrainedParameter
-    part: RankPart
+    part: TensorShard
     start: int
     stop: int
     shape: Index
@@ -239,7 +239,7 @@ def _concatenate_masters(pieces: list[_OptimizedRun]) -> dict[str, StorageView]:
 
 
 def _lay_out_weight(
-    name: str, entry: Entry, dtype: DType, part: RankPart, header: Mapping[str, str]
+    name: str, entry: Entry, dtype: DType, part: TensorShard, header: Mapping[str, str]
 ) -> Skeleton:
     stored = Entry("data", entry.kind, dtype, part.local, ())
     head, (local,), nbytes = safetensors.lay_out(name, [(stored, dtype)], header)

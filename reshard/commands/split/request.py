@@ -37,9 +37,9 @@ _SAMPLES, _SAMPLE_BYTES = 4, 4096  # samples of each file without checksums
 # if a field gets another one, and an option that is added is not among them.
 _STATED = (
     *("described", "device", "dtype", "engine_config=live.config", "file", "fsdp_version", "grid"),
-    *("live_batch=live.batch", "live_fsdp=live.fsdp", "model", "orig_params", "own", "parallel"),
-    *("program", "rank_files", "rules", "run", "separate_masters", "state_dict_type", "tag"),
-    *("tensor", "weights_only", "world_size", "zero_stage"),
+    *("live_batch=live.batch", "live_fsdp=live.fsdp", "model", "orig_params", "own=target"),
+    *("parallel", "program", "rank_files", "rules", "run", "separate_masters", "state_dict_type"),
+    *("tag", "tensor", "weights_only", "world_size", "zero_stage"),
 )
 
 

@@ -23,7 +23,7 @@ from reshard.formats.colossalai.directory import RUNNING, SCHEDULER
 from reshard.formats.request import Request
 from reshard.state_dict import torch_state_dict
 from reshard.state_dict.slots import WholeSlots
-from reshard.state_dict.torch_state_dict import Value
+from reshard.state_dict.torch_state_dict import StateTensor
 from reshard.training.state import WritableState, describe_lost_setup
 
 _GROUPS = "pytorch_optim_group.bin"
@@ -114,6 +114,6 @@ def _group_aliases(items: Iterable[tuple[Any, Any]]) -> Iterable[dict[Any, Any]]
 
 
 def _count_bytes(value: Any) -> int:
-    if isinstance(value, Value):
+    if isinstance(value, StateTensor):
         return value.numel * value.dtype.itemsize
     return sum(map(_count_bytes, value.values())) if isinstance(value, Mapping) else 0

@@ -44,7 +44,7 @@ from reshard.formats.request import Request
 from reshard.layouts.partition import compute_equal_piece
 from reshard.quantised import moments
 from reshard.state_dict import torch_state_dict
-from reshard.state_dict.torch_state_dict import Value
+from reshard.state_dict.torch_state_dict import StateTensor
 from reshard.system.files import SourceFiles, get_size
 from reshard.system.paths import as_path, find_rank
 from reshard.training import copied_files
@@ -351,7 +351,7 @@ def place(skeleton: Skeleton, destination: str) -> Skeleton:
     return skeletons.move_out(replace(skeleton, files=inside), inside[0].name.partition("/")[0])
 
 
-def _build_values(state: WritableState, *, dtype: DType | None) -> dict[Key, Value]:
+def _build_values(state: WritableState, *, dtype: DType | None) -> dict[Key, StateTensor]:
     weights = torch_state_dict.build_weights(state, dtype=dtype)
     values = {(kind, fqn): value for fqn, value in weights.items() for kind in WEIGHT_KINDS}
     for weight in state.weights:
@@ -365,14 +365,14 @@ def _build_values(state: WritableState, *, dtype: DType | None) -> dict[Key, Val
     for entry in state.manifest.entries.values():
         if entry.kind not in WEIGHT_KINDS and entry.key not in values:  # it has no weight
             is_cut = bool(entry.shape)
-            values[entry.key] = Value(entry.dtype, entry.shape, entry, divided=is_cut)
+            values[entry.key] = StateTensor(entry.dtype, entry.shape, entry, divided=is_cut)
     return values
 
 
 def _build_leaves(
     directory: SavedDirectory,
     owners: Mapping[tuple[str, str], Key],
-    values: Mapping[Key, Value],
+    values: Mapping[Key, StateTensor],
 ) -> tuple[list[tuple[tuple[Any, ...], Any]], list[Entry]]:
     """Return the leaves of a directory's state dict with their paths, and the copied entries."""
     leaves: list[tuple[tuple[Any, ...], Any]] = []

@@ -34,7 +34,7 @@ from reshard.layouts.blocks import RankBlocks, RankBoxes
 from reshard.layouts.partition import compute_equal_piece
 from reshard.model.adapter_names import find_saved_names
 from reshard.state_dict import torch_state_dict
-from reshard.state_dict.torch_state_dict import Value
+from reshard.state_dict.torch_state_dict import StateTensor
 from reshard.training.state import WritableState
 
 _VERSION = "1.0.0"
@@ -132,7 +132,7 @@ def lay_out_state(
     directory: str = "",
     attributes: Mapping[str, Any] | None = None,
 ) -> Skeleton:
-    """Lay out the directory of any nested state dict with a `Value` for each tensor.
+    """Lay out the directory of any nested state dict with a `StateTensor` for each tensor.
 
     Args:
         attributes: what a program adds to the object in ``.metadata``.
@@ -163,7 +163,7 @@ def lay_out_leaves(
                 key, "is the joined name of two different values; DCP cannot store both"
             )
         about.paths[key] = path
-        if isinstance(value, Value):
+        if isinstance(value, StateTensor):
             about.leaves[key] = files.add_tensor(value)
         elif isinstance(value, CopiedTensor):
             about.leaves[key] = files.add_copies(value)
@@ -185,7 +185,7 @@ def flatten(value: Any, path: _Path = ()) -> Iterator[tuple[_Path, Any]]:
     Dicts are always flattened, a list only if it has dicts or tensors. An empty dict is lost.
     """
     if isinstance(value, Entry):
-        value = Value(value.dtype, value.shape, value)
+        value = StateTensor(value.dtype, value.shape, value)
     if isinstance(value, Mapping):
         for key, item in value.items():
             yield from flatten(item, (*path, str(key)))
@@ -199,14 +199,14 @@ def flatten(value: Any, path: _Path = ()) -> Iterator[tuple[_Path, Any]]:
 def _is_nest(value: Any) -> bool:
     if isinstance(value, list):
         return any(map(_is_nest, value))
-    return isinstance(value, (Mapping, Value, Entry))
+    return isinstance(value, (Mapping, StateTensor, Entry))
 
 
-def divide(value: Value, shards: int) -> list[Box]:
+def divide(value: StateTensor, shards: int) -> list[Box]:
     """Return the block of each rank; of empty blocks at one origin, only the first.
 
     >>> from reshard.core import dtypes
-    >>> [(b.origin, b.shape) for b in divide(Value(dtypes.UINT8, (3,), divided=True), 5)]
+    >>> [(b.origin, b.shape) for b in divide(StateTensor(dtypes.UINT8, (3,), divided=True), 5)]
     [((0,), (1,)), ((1,), (1,)), ((2,), (1,)), ((3,), (0,))]
     """
     if not value.divided or not value.shape:
@@ -327,7 +327,7 @@ class _DataFiles:
         self._tensors: list[tuple[Entry, _Division, array[int]]] = []
         self._divisions: dict[tuple[DType, Index, bool, bytes | None], _Division] = {}
 
-    def add_tensor(self, value: Value) -> _PlacedTensor:
+    def add_tensor(self, value: StateTensor) -> _PlacedTensor:
         division = self._divide(value)
         starts = array("Q", map(_DataFile.add, self._files, division.items))
         if value.entry is not None and value.numel:
@@ -376,7 +376,7 @@ class _DataFiles:
             parts.append(Skeleton((), (replace(entry, chunks=chunks),)))
         return skeletons.join([Skeleton(tuple(file.build() for file in used), ()), *parts])
 
-    def _divide(self, value: Value) -> _Division:
+    def _divide(self, value: StateTensor) -> _Division:
         key = value.dtype, value.shape, value.divided, value.data
         if key not in self._divisions:
             boxes = divide(value, len(self._files))
@@ -390,7 +390,7 @@ class _DataFiles:
         return self._divisions[key]
 
     @staticmethod
-    def _lay_out_block(value: Value, box: Box) -> _StoredItem:
+    def _lay_out_block(value: StateTensor, box: Box) -> _StoredItem:
         parts = (StorageBlock("", "", box.shape, box),) if box.volume and value.data is None else ()
         storage = Storage(value.dtype, box.volume, parts, value.data)
         return _StoredItem.lay_out(StorageView(storage, box.shape))[0]

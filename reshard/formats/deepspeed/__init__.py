@@ -14,7 +14,7 @@
     zenflow        16-bit weights that are newer than their masters
     optimized_linear frozen weights of which the first rank's part is saved
     train_state everything that is not a tensor
-    order          the flat tensors of a run, and the order of parameters in them
+    flat_order     the flat tensors of a run, and the order of parameters in them
     parallel       join the ranks of a model-parallel run
     layers         the files of a pipeline's layers
     cuts           how tensor-parallel ranks share a parameter

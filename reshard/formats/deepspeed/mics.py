@@ -6,7 +6,7 @@ Only the first group saves; the others have the same values.
 from __future__ import annotations
 
 from reshard.core import counts
-from reshard.formats.deepspeed.order import get_zero_section
+from reshard.formats.deepspeed.flat_order import get_zero_section
 from reshard.formats.deepspeed.states import ModelStates
 
 

@@ -28,7 +28,7 @@ from reshard.core.manifest import MASTER, Entry, ParamGroup, UnnamedOptimizer
 from reshard.errors import SAVE_NAMES, CorruptError
 from reshard.formats.deepspeed.experts.layout import has_experts, parse_expert_name
 from reshard.formats.deepspeed.flat_groups import FlatGroup
-from reshard.formats.deepspeed.order import find_shape_sorted_groups
+from reshard.formats.deepspeed.flat_order import find_shape_sorted_groups
 from reshard.formats.deepspeed.states import (
     ModelStates,
     describe_lost_state,

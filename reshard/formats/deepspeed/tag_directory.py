@@ -36,7 +36,7 @@ from reshard.formats.deepspeed import (
     zenflow,
 )
 from reshard.formats.deepspeed.directory import RankFiles
-from reshard.formats.deepspeed.order import get_zero_section
+from reshard.formats.deepspeed.flat_order import get_zero_section
 from reshard.formats.deepspeed.states import (
     ModelStates,
     OptimizerStates,

@@ -35,7 +35,7 @@ from reshard.core.manifest import (
 )
 from reshard.core.schema import expect
 from reshard.errors import OTHER_FILE, CorruptError, IncompleteError
-from reshard.formats.deepspeed import order, stage3
+from reshard.formats.deepspeed import flat_order, stage3
 from reshard.formats.deepspeed.directory import MODEL_FILE, SHARDED_MODEL_FILE
 from reshard.formats.deepspeed.experts import autoep
 from reshard.formats.deepspeed.schemas import UNIVERSAL_OPTIMIZER
@@ -89,7 +89,7 @@ def read(location: Location, rules: Path | None = None) -> Manifest:
     entries += _read_module(models, ranks, masters, tied, per_rank=per_rank)
     position = {name: index for index, name in enumerate(module)}
     entries.sort(key=lambda entry: position.get(entry.fqn, len(position)))
-    stage = order.get_zero_section(model.config).get("stage")  # of the run that was converted
+    stage = flat_order.get_zero_section(model.config).get("stage")  # of the run that was converted
     manifest = Manifest(
         origin=Origin(
             format="deepspeed-universal",
@@ -270,15 +270,15 @@ def _read_common_step(
 
 
 def _find_precision(config: Any) -> DType:
-    return order.find_16_bit_precision(config) or FLOAT32
+    return flat_order.find_16_bit_precision(config) or FLOAT32
 
 
 def _list_warnings(model: ModelStates) -> Iterator[str]:
     if model.root.get("module") is None:
         yield "the model states contain no module (pipeline): buffers and tied names are not known"
     config, ranks = model.config, model.data_ranks or 1
-    stage = order.get_zero_section(config).get("stage", 0)
-    if ranks > 1 and order.uses_round_robin(config, stage, _find_precision(config)):
+    stage = flat_order.get_zero_section(config).get("stage", 0)
+    if ranks > 1 and flat_order.uses_round_robin(config, stage, _find_precision(config)):
         yield (
             "converted from a run with round_robin_gradients: DeepSpeed's converter (0.12 to 0.19"
             " at least) stores the values of most parameters under wrong names; read the run"

@@ -7,7 +7,7 @@ each selection. Source: DeepSpeed 0.19.8 ``runtime/zenflow/zenflow_stage_1_and_2
 from __future__ import annotations
 
 from reshard.core.manifest import BUFFER, MASTER, PARAM, Entry
-from reshard.formats.deepspeed.order import get_zero_section
+from reshard.formats.deepspeed.flat_order import get_zero_section
 from reshard.formats.deepspeed.states import ModelStates
 
 

@@ -35,7 +35,7 @@ from reshard.layouts.mesh import MeshGrid, MeshPlacements
 from reshard.model import ModelShapes
 from reshard.state_dict import torch_state_dict
 from reshard.state_dict.slots import RankSharder, WholeSlots, build_whole_slot
-from reshard.state_dict.torch_state_dict import Value
+from reshard.state_dict.torch_state_dict import StateTensor
 from reshard.training.state import WritableState
 
 
@@ -158,7 +158,9 @@ def _lay_out_files(
         yield torch_writer.lay_out_object(name, root, slot_of=WholeSlots(), stamp=stamp)
 
 
-def _find_plain(state: WritableState, model: ModelShapes, dtype: DType | None) -> dict[str, Value]:
+def _find_plain(
+    state: WritableState, model: ModelShapes, dtype: DType | None
+) -> dict[str, StateTensor]:
     every = torch_state_dict.build_weights(state, dtype=dtype)
     owners = {fqn: weight.fqn for fqn, weight in find_ignored(state, model).items()}
     owners |= {name: name for name in model.buffers}

@@ -33,7 +33,7 @@ from reshard.layouts.tensor_parallel import TensorPlan, find_cuts
 from reshard.state_dict import torch_state_dict
 from reshard.state_dict.sections import TRAIN_STATE
 from reshard.state_dict.slots import RankFileLayouts, WholeSlots
-from reshard.state_dict.torch_state_dict import Value
+from reshard.state_dict.torch_state_dict import StateTensor
 from reshard.training import schedules
 from reshard.training.state import WritableState, refuse_non_elementwise_slots
 
@@ -146,7 +146,7 @@ def lay_out_fsdp2(
 
 
 def find_tensor_cuts(
-    grid: MeshGrid, plan: TensorPlan | None, weights: Mapping[str, Value]
+    grid: MeshGrid, plan: TensorPlan | None, weights: Mapping[str, StateTensor]
 ) -> dict[str, Cut | None]:
     """Return how the tensor-parallel axis, if any, cuts each parameter that it touches.
 

@@ -32,7 +32,7 @@ from reshard.units import round_up
 if TYPE_CHECKING:
     from reshard.containers.skeletons import LaidOut
     from reshard.formats.base import S, StateConversion
-    from reshard.formats.megatron.write.choice import MegatronTarget
+    from reshard.formats.megatron.write.resolved import MegatronTarget
     from reshard.formats.request import Request
     from reshard.formats.target_options import TargetOptions
     from reshard.layouts.model_parallel.traits import Traits
@@ -175,7 +175,7 @@ class Megatron(Writer):
             UsageError: ``--stage-layers`` is not a list of numbers.
         """
         from reshard.formats.megatron.arguments import Arguments
-        from reshard.formats.megatron.write.choice import MegatronTarget
+        from reshard.formats.megatron.write.resolved import MegatronTarget
         from reshard.layouts.model_parallel.sizes import parse_stage_layers
 
         args, sizes = _read_args(source), request.parallel
@@ -281,7 +281,7 @@ class Megatron(Writer):
 
 
 def _as_target(request: Request) -> MegatronTarget:
-    from reshard.formats.megatron.write.choice import MegatronTarget
+    from reshard.formats.megatron.write.resolved import MegatronTarget
 
     return MegatronTarget.of(request)
 

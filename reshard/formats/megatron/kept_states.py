@@ -11,7 +11,7 @@ from reshard.errors import UnsupportedError, UsageError
 from reshard.formats.megatron import rank_states
 from reshard.formats.megatron.rank_states import RankStates
 from reshard.formats.megatron.write import written_states
-from reshard.formats.megatron.write.choice import MegatronTarget
+from reshard.formats.megatron.write.resolved import MegatronTarget
 from reshard.formats.megatron.write.written_states import WrittenStates
 from reshard.units import counted
 

@@ -51,7 +51,7 @@ class _TorchWriter(Writer):
     def needs_every_state(self, request: Request) -> bool:
         # torch's ``set_optimizer_state_dict`` looks up names. With the keys of a DCP source, the
         # output has exactly those.
-        return request.own is None and not self.numbers_parameters(request)
+        return request.target is None and not self.numbers_parameters(request)
 
 
 class _StateDicts(_TorchWriter):
@@ -132,7 +132,7 @@ class Dcp(_TorchWriter):
 
     def copies_values(self, conversion: StateConversion) -> bool:
         """Return whether the output has the keys and the values of a DCP source."""
-        return conversion.request.own is not None
+        return conversion.request.target is not None
 
 
 class _OrDeepSpeed(_StateDicts):

@@ -51,7 +51,7 @@ def lay_out(name: str, state: WritableState, request: Request) -> LaidOut:
         UnsupportedError: the optimizer's state is that of flat tensors, which the target's are not.
         ReshardError: as the function of the target in `LAYOUTS`.
     """
-    has_moments = not (request.weights_only or request.separate_masters or request.own)
+    has_moments = not (request.weights_only or request.separate_masters or request.target)
     flat = describe_slots_of_flat_tensors(state) if has_moments else None
     flat_verl = name == "verl" and request.fsdp_version == 1
     is_whole = name in (NAME, "fsdp2", "verl") and not flat_verl

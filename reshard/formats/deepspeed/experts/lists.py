@@ -13,7 +13,7 @@ from typing import Any
 
 from reshard.containers.torch_objects import Tensor
 from reshard.errors import MIXED, CorruptError, UnsupportedError
-from reshard.formats.deepspeed import order
+from reshard.formats.deepspeed import flat_order
 from reshard.formats.deepspeed.directory import RankFiles
 from reshard.formats.deepspeed.experts.layout import find_expert_parallel_size
 from reshard.formats.deepspeed.flat_groups import MAPPINGS
@@ -36,8 +36,8 @@ def complete(first: ModelStates, files: RankFiles, module: Mapping[str, Any]) ->
         size = find_expert_parallel_size(group) or 1
         sharing = divide_ranks(ranks, size, config)[0]
         names = list(dict.fromkeys(name for rank in sharing for name in _list_names(rank, index)))
-        if order.requests_round_robin(config):  # DeepSpeed makes the lists before it reorders
-            names = order.to_round_robin(names, len(sharing))
+        if flat_order.requests_round_robin(config):  # DeepSpeed makes the lists before it reorders
+            names = flat_order.to_round_robin(names, len(sharing))
         shapes.append({name: _find_tensor(module, name, ranks[0]).shape for name in names})
     lists = {
         "param_shapes": shapes,

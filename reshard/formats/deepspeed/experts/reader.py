@@ -15,7 +15,7 @@ from dataclasses import replace
 from reshard.core import dtypes
 from reshard.core.manifest import Manifest, ParamGroup
 from reshard.errors import MIXED, CorruptError, IncompleteError, StaleError, UnsupportedError
-from reshard.formats.deepspeed import order, tag_directory
+from reshard.formats.deepspeed import flat_order, tag_directory
 from reshard.formats.deepspeed.directory import TagFiles
 from reshard.formats.deepspeed.experts import lists, optimizers
 from reshard.formats.deepspeed.experts.files import (
@@ -104,11 +104,11 @@ def _sort_group(
             return group
         ranks.setdefault(own.number // per_rank[own.layer], []).append(fqn)
     config, world = manifest.train.config, manifest.origin.mesh["world"]
-    stage = order.get_zero_section(config).get("stage", 0)
+    stage = flat_order.get_zero_section(config).get("stage", 0)
     trained = manifest.origin.precision
-    if order.uses_round_robin(config, stage, dtypes.parse(trained) if trained else None):
+    if flat_order.uses_round_robin(config, stage, dtypes.parse(trained) if trained else None):
         sharing = world // (find_expert_parallel_size(group.hyper) or 1)
-        ranks = {rank: order.undo_round_robin(fqns, sharing) for rank, fqns in ranks.items()}
+        ranks = {rank: flat_order.undo_round_robin(fqns, sharing) for rank, fqns in ranks.items()}
 
     def find_position(fqn: str) -> int:
         return position.get(fqn, len(position))

@@ -14,7 +14,7 @@ from typing import Any
 
 from reshard.core.manifest import Entry, Skeleton
 from reshard.errors import UnsupportedError, UsageError
-from reshard.formats.deepspeed import order
+from reshard.formats.deepspeed import flat_order
 from reshard.formats.deepspeed.experts.layout import (
     are_experts_cut,
     find_expert_parallel_size,
@@ -168,7 +168,7 @@ def make_mixture(state: WritableState, target: DeepSpeedTarget, mp_rank: int = 0
     counts, world, grid = _count_experts(state), target.data_parallel, target.parallel
     is_cut = are_experts_cut(state.manifest.origin.mesh)
     tensor = 1 if is_cut else grid.tensor
-    config = target.live.config or order.find_engine_config(state) or {}
+    config = target.live.config or flat_order.find_engine_config(state) or {}
     if target.weights_only and tensor == 1:
         return Mixture(state, counts, dict.fromkeys(counts, 1), world, config, mp_rank=mp_rank)
     before = _find_sizes(state, counts)

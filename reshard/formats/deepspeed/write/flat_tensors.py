@@ -26,7 +26,7 @@ from reshard.training.state import (
 
 # A run of a parameter in a flat tensor: its blocks, each with the element at which it begins.
 MemberRun = tuple[TrainedParameter, Sequence[tuple[Box, int]]]
-Value = Callable[[TrainedParameter], Entry | None]  # a member's master, or one of its slots
+FindEntry = Callable[[TrainedParameter], Entry | None]  # a member's master, or one of its slots
 
 
 def cut_run(member: TrainedParameter, start: int, stop: int, offset: int) -> MemberRun:
@@ -48,7 +48,7 @@ def concatenate(members: Iterable[TrainedParameter], ranks: int = 1) -> tuple[li
 
 
 def build_flat_tensor(
-    dtype: DType, numel: int, runs: Iterable[MemberRun], value: Value, *, grad: bool = False
+    dtype: DType, numel: int, runs: Iterable[MemberRun], value: FindEntry, *, grad: bool = False
 ) -> StorageView:
     """Return a flat tensor; it has zeros where a parameter has no such value."""
     parts = []
@@ -89,7 +89,7 @@ def choose_master_dtype(members: Sequence[TrainedParameter]) -> DType:
     return dtypes.pop() if len(dtypes) == 1 else FLOAT32
 
 
-def pick_slot(name: str) -> Value:
+def pick_slot(name: str) -> FindEntry:
     """Return a function that picks a slot of a member; None if it was never stepped."""
     return lambda member: member.slots.get(name)
 

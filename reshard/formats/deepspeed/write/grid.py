@@ -13,7 +13,7 @@ from typing import Any
 from reshard.core.box import Box, Index, intersect, whole
 from reshard.core.manifest import Entry, Key, Skeleton
 from reshard.errors import UnsupportedError, UsageError
-from reshard.formats.deepspeed import order
+from reshard.formats.deepspeed import flat_order
 from reshard.formats.deepspeed.cuts import TENSOR_PARALLEL_INFO, Cuts
 from reshard.formats.deepspeed.directory import NAME
 from reshard.formats.deepspeed.experts.layout import are_experts_cut, parse_expert_name
@@ -198,7 +198,7 @@ def cut_state(state: WritableState, target: DeepSpeedTarget) -> ModelGrid:
 def _refuse_round_robin(state: WritableState) -> None:
     """Refuse ``round_robin_gradients``, which reorders each model-parallel rank's parameters."""
     mesh, config = state.manifest.origin.mesh, state.manifest.train.config
-    if order.requests_round_robin(config) and mesh.get("dp", 1) > 1:
+    if flat_order.requests_round_robin(config) and mesh.get("dp", 1) > 1:
         raise UnsupportedError(
             state.manifest.origin.path,
             "was trained with round_robin_gradients, under which each model-parallel rank has its"

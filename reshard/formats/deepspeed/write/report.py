@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from reshard.core.dtypes import FLOAT16, FLOAT32
-from reshard.formats.deepspeed import order
+from reshard.formats.deepspeed import flat_order
 from reshard.formats.deepspeed.flat_groups import FlatGroup
 from reshard.formats.deepspeed.train_state import is_older
 from reshard.formats.deepspeed.write.pickled_objects import is_deepspeed_optimizer
@@ -136,10 +136,10 @@ def _uses_deepspeed_optimizer(spec: OutputSpec) -> bool:
 def _note_muon(spec: OutputSpec) -> Iterator[str]:
     # zero.Init makes every parameter 1-d and empty, so that Muon's sort by shape changes nothing
     # (DeepSpeed 0.19.8 ``partition_parameters.py``, ``free_param``).
-    if spec.stage != 3 or order.find_source_stage(spec.state) == 3:
+    if spec.stage != 3 or flat_order.find_source_stage(spec.state) == 3:
         return
     position = {weight.fqn: number for number, weight in enumerate(spec.state.weights)}
-    muon = order.find_shape_sorted_groups(group.hyper for group in spec.groups)
+    muon = flat_order.find_shape_sorted_groups(group.hyper for group in spec.groups)
     places = [[position[fqn] for fqn in spec.groups[number].fqns] for number in muon]
     if any(found != sorted(found) for found in places):
         yield (

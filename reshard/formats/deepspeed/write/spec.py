@@ -11,7 +11,7 @@ from reshard.core.dtypes import BFLOAT16, FLOAT16, FLOAT32, DType
 from reshard.core.manifest import Entry, find_main_dtype
 from reshard.core.stamps import Stamp
 from reshard.errors import IncompleteError, UnsupportedError, UsageError
-from reshard.formats.deepspeed import order
+from reshard.formats.deepspeed import flat_order
 from reshard.formats.deepspeed.cuts import TENSOR_PARALLEL_INFO
 from reshard.formats.deepspeed.experts.layout import has_experts, locate_rank
 from reshard.formats.deepspeed.train_state import ENGINE_KEYS
@@ -137,7 +137,7 @@ class OutputSpec:
 
     def count_partitions(self, group: TrainedGroup) -> int:
         """Return how many ranks share a group's flat tensors."""
-        return order.count_partitions(group, self.world_size * self._count_spanned(group))
+        return flat_order.count_partitions(group, self.world_size * self._count_spanned(group))
 
     def locate_partition(self, group: TrainedGroup, rank: int) -> int:
         """Return a data-parallel rank's position among those that share a group's flat tensors."""
@@ -179,9 +179,10 @@ def resolve_spec(
         refuse_lost_state(state)
     _check_source(state, needs_hyper=not (universal or weights_only))
     of_run = precision or trained or find_precision(state)
-    config = _adapt_config(target.live.config or order.find_engine_config(state), stage, of_run)
+    stated = target.live.config or flat_order.find_engine_config(state)
+    config = _adapt_config(stated, stage, of_run)
     # DeepSpeed loads a universal checkpoint into the wrong places under round_robin_gradients.
-    drops_round_robin = universal and order.requests_round_robin(config)
+    drops_round_robin = universal and flat_order.requests_round_robin(config)
     if drops_round_robin:
         config["zero_optimization"]["round_robin_gradients"] = False
     if stage or of_run != FLOAT32:
@@ -203,14 +204,16 @@ def resolve_spec(
         groups=groups,
         flats_of=tuple(
             # In a universal checkpoint stage 2 stands for "one flat tensor for each group".
-            order.split_flat_tensors(group, config, world_size, 2 if universal else stage, of_run)
+            flat_order.split_flat_tensors(
+                group, config, world_size, 2 if universal else stage, of_run
+            )
             for group in groups
         ),
         frozen=tuple(weight for weight in rest if weight.is_float),
         buffers=tuple(weight for weight in rest if not weight.is_float),
         extra_state=extra_state,
         lost=tuple(lost),
-        scaler=scaler or make_initial_scaler(order.get_section(config, "fp16")),
+        scaler=scaler or make_initial_scaler(flat_order.get_section(config, "fp16")),
         scaler_is_new=scaler is None,
         weights_only=weights_only,
         drops_round_robin=drops_round_robin,
@@ -306,7 +309,7 @@ def find_precision(state: WritableState) -> DType:
     Without its configuration, that is the dtype of most trained elements. LoRA stays in float32
     under stage 3: PEFT makes it so, and zero.Init tells the engine that it need not cast.
     """
-    stated = order.find_16_bit_precision(order.find_engine_config(state))
+    stated = flat_order.find_16_bit_precision(flat_order.find_engine_config(state))
     if stated is not None:
         return stated
     groups = state.groups or _without_optimizer(state).groups
@@ -317,24 +320,24 @@ def find_precision(state: WritableState) -> DType:
 def _adapt_config(config: Mapping[str, Any] | None, stage: int, precision: DType) -> dict[str, Any]:
     # MiCS is left out: every rank will have its own part.
     adapted = dict(config or {})
-    section = order.get_zero_section(config)
+    section = flat_order.get_zero_section(config)
     zero = {key: value for key, value in section.items() if not str(key).startswith("mics_")}
     adapted["zero_optimization"] = {**zero, "stage": stage}
-    for name, dtype in order.PRECISIONS.items():
+    for name, dtype in flat_order.PRECISIONS.items():
         # The older name is adapted where it is used, but never added.
         if name in adapted or (dtype == precision and name != "bfloat16"):
-            adapted[name] = {**order.get_section(adapted, name), "enabled": dtype == precision}
+            adapted[name] = {**flat_order.get_section(adapted, name), "enabled": dtype == precision}
     return adapted
 
 
 def _sort_groups(state: WritableState, stage: int, *, keep_empty: bool) -> tuple[TrainedGroup, ...]:
     # Stage 0 in fp32 keeps parameters without elements: its file holds the user's optimizer itself.
-    by_shape = order.find_shape_sorted_groups(group.hyper for group in state.groups)
-    if state.is_live or stage == order.find_source_stage(state) == 3:
+    by_shape = flat_order.find_shape_sorted_groups(group.hyper for group in state.groups)
+    if state.is_live or stage == flat_order.find_source_stage(state) == 3:
         # Keep the order: it is by shape, or the model's if zero.Init hid the shapes.
         by_shape = frozenset()
     groups = []
-    for number, members in enumerate(order.iterate_user_order(state)):
+    for number, members in enumerate(flat_order.iterate_user_order(state)):
         kept = [m for m in members if m.weight.value.numel or keep_empty]
         if number in by_shape:
             kept.sort(key=lambda member: member.weight.shape, reverse=True)
@@ -350,7 +353,7 @@ def _convert_scaler(
     if loss_scale.is_idle(state.manifest.train.scaler):
         return None
     scaler = loss_scale.convert_to_deepspeed(state.manifest.train.scaler, state.step)
-    return scaler and complete_scaler(scaler, order.get_section(config, "fp16"))
+    return scaler and complete_scaler(scaler, flat_order.get_section(config, "fp16"))
 
 
 RANDOM_STATES = frozenset(

@@ -14,7 +14,7 @@ from reshard.containers.torch_writer import build_whole_tensor
 from reshard.core.box import Index
 from reshard.core.dtypes import FLOAT32
 from reshard.formats.deepspeed.experts.layout import has_experts, parse_expert_name
-from reshard.formats.deepspeed.order import find_shape_sorted_groups
+from reshard.formats.deepspeed.flat_order import find_shape_sorted_groups
 from reshard.formats.deepspeed.write.flat_tensors import (
     build_flat_tensor,
     collect_slot_dtypes,

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from math import gcd, prod
 from typing import Any
 
-from reshard.formats.deepspeed import order
+from reshard.formats.deepspeed import flat_order
 from reshard.formats.deepspeed.flat_groups import MAPPINGS, FlatGroup, Run
 from reshard.formats.deepspeed.write.flat_tensors import (
     MemberRun,
@@ -113,17 +113,17 @@ class _WrittenGroup:
 def _keeps_whole_momenta(spec: OutputSpec, group: TrainedGroup) -> bool:
     # DeepSpeed 0.19.8 ``stage_1_and_2.py`` (``_muon_momentum_buffer``). An offloaded optimizer
     # (``_apply_muon_updates_cpu_offload``) and ``bf16_optimizer.py`` keep equal partitions.
-    offloads = order.get_section(order.get_zero_section(spec.config), "offload_optimizer")
+    offloads = flat_order.get_section(flat_order.get_zero_section(spec.config), "offload_optimizer")
     return (
         group.hyper.get("use_muon") is True
         and offloads.get("device", "none") == "none"
-        and not order.uses_bf16_optimizer(spec.config, spec.stage, spec.precision)
+        and not flat_order.uses_bf16_optimizer(spec.config, spec.stage, spec.precision)
     )
 
 
 def _find_alignment(spec: OutputSpec, flat: Sequence[TrainedParameter]) -> int:
-    is_aligned = order.get_zero_section(spec.config).get("parameter_alignment") is True
-    uses_bf16 = order.uses_bf16_optimizer(spec.config, spec.stage, spec.precision)
+    is_aligned = flat_order.get_zero_section(spec.config).get("parameter_alignment") is True
+    uses_bf16 = flat_order.uses_bf16_optimizer(spec.config, spec.stage, spec.precision)
     if not is_aligned or not flat or uses_bf16:
         return 1
     _, dtype = spec.stored(flat[0].weight)

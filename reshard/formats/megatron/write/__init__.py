@@ -1,6 +1,6 @@
 """Lay out a Megatron checkpoint for a grid of tensor, pipeline and expert parallel ranks.
 
-choice      the options of the output, resolved once
+resolved    the options of the output, resolved once
 ranks       the part of every weight that each rank has
 groups      param groups as Megatron makes them
 scheduler   the state of Megatron's schedules of learning rate and weight decay
@@ -23,7 +23,7 @@ from reshard.containers import skeletons
 from reshard.containers.skeletons import LaidOut
 from reshard.formats.megatron.directory import NAME
 from reshard.formats.megatron.write.args import PRECISION_AWARE
-from reshard.formats.megatron.write.choice import MegatronTarget, Resolved, resolve
+from reshard.formats.megatron.write.resolved import MegatronTarget, Resolved, resolve
 from reshard.layouts.model_parallel.architecture import Described
 from reshard.layouts.model_parallel.families import BUILDER, DIFFERS
 from reshard.training.state import WritableState, describe_lost_setup, describe_lost_state

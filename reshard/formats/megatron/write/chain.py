@@ -11,8 +11,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from reshard.formats.megatron.write.choice import Resolved
 from reshard.formats.megatron.write.groups import MegatronGroup, count_updates
+from reshard.formats.megatron.write.resolved import Resolved
 
 State = dict[str, Any]
 Inner = Callable[[Sequence[MegatronGroup]], tuple[State, State]]

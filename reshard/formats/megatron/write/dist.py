@@ -38,12 +38,12 @@ from reshard.formats.megatron.optimizers.dist_flat import CHAIN
 from reshard.formats.megatron.rank_states import RNG
 from reshard.formats.megatron.train import SHARDING, STATE_SHARDING
 from reshard.formats.megatron.write import chain, flat
-from reshard.formats.megatron.write.choice import Resolved
 from reshard.formats.megatron.write.groups import MegatronGroup, find_common_count
 from reshard.formats.megatron.write.ranks import KnownWeight
+from reshard.formats.megatron.write.resolved import Resolved
 from reshard.layouts.model_parallel import moves
 from reshard.layouts.model_parallel.adapters import restore_rows
-from reshard.state_dict.torch_state_dict import Value
+from reshard.state_dict.torch_state_dict import StateTensor
 
 _LAYERS = re.compile(r"((?:decoder|encoder)\.layers\.)\d+\.")
 _LOCAL_EXPERT = re.compile(r"\.local_experts\.\d+\.")
@@ -244,11 +244,11 @@ class _Stacks:
                 )
             stack.members[self._find_position(known)] = entry
 
-    def list_values(self) -> Iterator[tuple[str, Value]]:
+    def list_values(self) -> Iterator[tuple[str, StateTensor]]:
         for key, stack in self._stacks.items():
             shape = stack.compute_stored_shape()
             entry = Entry(f"{_STACKED}{key}", stack.kind, stack.dtype, shape, ())
-            yield key, Value(stack.dtype, shape, entry, divided=True)
+            yield key, StateTensor(stack.dtype, shape, entry, divided=True)
 
     def describe_ranges(self) -> dict[str, Any]:
         # Source: Megatron-LM core_v0.15.3 ``core/dist_checkpointing/strategies/torch.py``

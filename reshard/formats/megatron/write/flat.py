@@ -25,8 +25,8 @@ from reshard.formats.megatron.arguments import Arguments
 from reshard.formats.megatron.optimizers.buckets import Bucket, Param, make_buckets
 from reshard.formats.megatron.write import chain
 from reshard.formats.megatron.write.args import REDUCES_IN_FP32
-from reshard.formats.megatron.write.choice import Resolved
 from reshard.formats.megatron.write.ranks import LocalWeight, WriterRank, list_ranks
+from reshard.formats.megatron.write.resolved import Resolved
 from reshard.units import round_up
 
 FORM = "dp_reshardable"

@@ -24,9 +24,9 @@ from reshard.formats.megatron import names, parameter_order
 from reshard.formats.megatron.optimizers.buckets import concatenate
 from reshard.formats.megatron.rank_states import RNG
 from reshard.formats.megatron.write import chain, flat
-from reshard.formats.megatron.write.choice import Resolved
 from reshard.formats.megatron.write.groups import MegatronGroup
 from reshard.formats.megatron.write.ranks import LocalWeight, WriterRank, list_ranks
+from reshard.formats.megatron.write.resolved import Resolved
 
 CHECKPOINT_VERSION = 3.0
 _STATEFUL = re.compile(

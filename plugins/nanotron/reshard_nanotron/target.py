@@ -19,7 +19,7 @@ _SHOWN = 3
 
 
 @dataclass(frozen=True, slots=True)
-class Wanted:
+class TargetRun:
     """The requested run.
 
     Args:
@@ -38,11 +38,11 @@ def get_layout(state: WritableState) -> RunFacts:
     """Return the layout that the source states, or that was made for it."""
     stated = state.manifest.train.opaque.get(layout.KEY)
     if not isinstance(stated, RunFacts):
-        raise TypeError("`begin.add_layout` makes it for other sources")
+        raise TypeError("`new_run.add_layout` makes it for other sources")
     return stated
 
 
-def resolve_layout(state: WritableState, wanted: Wanted) -> RunFacts:
+def resolve_layout(state: WritableState, wanted: TargetRun) -> RunFacts:
     """Return the layout of the requested run, if the source determines all of it.
 
     Raises:
