@@ -47,11 +47,13 @@ def split(source, tmp_path):
 
 @pytest.mark.parametrize("key", ["match", "fqns"])
 def test_tied_weights_are_thawed_as_one_parameter(key, split, tmp_path):
-    split({key: [EMBEDDING, HEAD], "frozen": False}, {})
+    report = split({key: [EMBEDDING, HEAD], "frozen": False}, {})
     with reshard.open(tmp_path / "out") as checkpoint:
         thawed, rest = (group.fqns for group in checkpoint.manifest.train.param_groups)
         assert {*checkpoint.optimizer("exp_avg")} == {*thawed, *rest}
         assert torch.equal(checkpoint[HEAD][...], checkpoint[EMBEDDING][...])
+    assert "weights     3 and 1 tied name" in report.lines()  # len(reshard.open(source)) is 4
+    assert "tied_names" not in report.to_dict()
     assert thawed == (EMBEDDING,)
 
 

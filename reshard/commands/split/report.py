@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Container, Iterator
 from dataclasses import dataclass, field
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from reshard import units
 from reshard.commands.leaf_counts import describe_leaves
@@ -44,6 +44,13 @@ class SplitReport(OutputReport):
     notes: list[str] = field(
         default_factory=list
     )  # from the writer, and on values that are not read
+    tied_names: int = 0  # beside the weights; not in the document, whose keys are frozen
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return one document with a stable schema."""
+        document = super().to_dict()
+        del document["tied_names"]
+        return document
 
     def lines(self) -> Iterator[str]:
         """Yield the lines of the report as text."""
@@ -51,7 +58,8 @@ class SplitReport(OutputReport):
         yield f"from        {self.format}, {units.counted(self.ranks_before, 'rank')}"
         yield f"to          {self.target}, {units.counted(self.ranks, 'rank')}"
         yield from self._list_identity()
-        yield f"weights     {self.weights}"
+        tied = f" and {units.counted(self.tied_names, 'tied name')}" if self.tied_names else ""
+        yield f"weights     {self.weights}{tied}"
         counts = f"{self.optimizer_tensors_in} tensors in, {self.optimizer_tensors_out} out"
         yield f"optimizer   {counts}"
         yield DetailLine("values", describe_leaves(self.leaves))
@@ -93,6 +101,7 @@ def describe_split(split: SplitConversion, plan: Plan) -> SplitReport:
         ranks_before=manifest.origin.world,
         ranks=request.world_size,
         weights=len(state.weights),
+        tied_names=len(state.manifest.tied),
         optimizer_tensors_in=len(before) + split.slots_left_out,
         optimizer_tensors_out=len(out),
         derived=list(notes.derived),
