@@ -170,6 +170,7 @@ class Cuts:
                 f"no pattern of universal_checkpoint_info matches {fqn!r}: ds_to_universal would"
                 " join it along dim 0; reshard reads it as "
                 + ("whole on every rank" if known.dim is None else f"cut along dim {known.dim}")
+                + (f" in {len(known.parts)} parts" if len(known.parts) > 1 else "")
             ] = None
         return known
 
@@ -269,9 +270,21 @@ class Cuts:
             return Split(1)
         return Split(0, padded=True) if is_vocabulary else None
 
-    def _read_affine_map(self, fqn: str) -> Split | None:
+    def describes(self, fqn: str, shape: Index) -> bool:
+        """Return whether the checkpoint itself describes how a parameter is cut."""
+        return self._find_declared(fqn, shape) is not None
+
+    def maps_whole(self, fqn: str, shape: Index) -> bool:
+        """Return whether an affine map, by which converters join, has this whole shape."""
+        affine_map = self._find_affine_map(fqn)
+        return affine_map is not None and tuple(affine_map["logical_shape"]) == shape
+
+    def _find_affine_map(self, fqn: str) -> Mapping[str, Any] | None:
         maps = (self._info.get("affine_map") or {}).get("params") or {}
-        affine_map = next((value for text, value in maps.items() if _matches(text, fqn)), None)
+        return next((value for text, value in maps.items() if _matches(text, fqn)), None)
+
+    def _read_affine_map(self, fqn: str) -> Split | None:
+        affine_map = self._find_affine_map(fqn)
         if affine_map is None:
             return None
         split = find_affine_split(affine_map)
@@ -314,8 +327,8 @@ def _compile(text: str) -> re.Pattern[str]:
         raise UnsafeError(
             f"universal_checkpoint_info's pattern {text!r}",
             "has nested or too many repetitions, so a search for it may never end",
-            "the checkpoint may have been tampered with; if it was not, describe how parameters"
-            " are cut in a file: --rules FILE",
+            "the checkpoint may have been tampered with; if it was not, write simpler patterns into"
+            " the model states",
         )
     try:
         return re.compile(text)

@@ -147,7 +147,8 @@ def _read_parameters(
             elif kind == "step":
                 steps[fqn] = float(file.read_number(value))
             else:
-                entries.append(ranks.normalize(_make_entry(file, fqn, kind, value, shapes)))
+                stored = file.root if isinstance(file.root, dict) else ()
+                entries.append(ranks.normalize(_make_entry(file, fqn, kind, value, shapes), stored))
     return entries, steps
 
 

@@ -6,18 +6,21 @@ tensors that every tensor-parallel rank held whole: such a file holds a copy for
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import takewhile
 from math import prod
 from pathlib import Path
+from typing import Any
 
 from reshard.core.box import whole
 from reshard.core.manifest import Entry
 from reshard.errors import UnsupportedError
 from reshard.formats.deepspeed.cuts import Cuts
 from reshard.formats.deepspeed.states import ModelStates, Shapes
-from reshard.layouts.model_parallel.shards import scale_shares
+from reshard.layouts.model_parallel.shards import gather, scale_shares
+
+_OF_PARTS = ("param_n_sub_params", "sub_param_shape")  # keys of a tensor that was joined by parts
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,25 +40,33 @@ class SourceRanks:
     cuts: Cuts
     notes: dict[str, None] = field(default_factory=dict)
 
-    def normalize(self, entry: Entry) -> Entry:
+    def normalize(self, entry: Entry, stored: Container[Any]) -> Entry:
         """Return the entry of the whole tensor.
 
-        If the file holds a copy for each rank, the copies become replicas. If the ranks add the
+        If the file holds a copy for each rank, the copies become replicas; if it holds the ranks'
+        shares of fused parameters one after the other, they get in order. If the ranks add the
         tensor up, the file holds the share of one rank, and each rank gets that share.
+
+        Args:
+            stored: what the file states beside the tensor.
 
         Raises:
             UnsupportedError: the tensor was joined along another dim than it was cut.
             UsageError: neither the checkpoint nor a table describes how it was cut.
         """
         local = next((group[entry.fqn] for group in self.shapes if entry.fqn in group), None)
-        if self.tensor == 1 or not local:
+        if self.tensor == 1 or not local or self.cuts.maps_whole(entry.fqn, entry.shape):
             return entry
         split = self.cuts.find_split(entry.fqn, local)
+        is_by_rank = len(split.parts) > 1 and not (
+            self.cuts.describes(entry.fqn, local) or any(key in stored for key in _OF_PARTS)
+        )
         # Only a join along dim 0 that does not fit the cut needs a correction.
         expected = tuple(n * self.tensor if dim == split.dim else n for dim, n in enumerate(local))
-        if entry.shape != (local[0] * self.tensor, *local[1:]) or entry.shape == expected:
+        is_joined = entry.shape == (local[0] * self.tensor, *local[1:])
+        if not is_joined or (entry.shape == expected and not is_by_rank):
             return scale_shares(entry, split, self.tensor)
-        if split.dim is not None:
+        if split.dim:
             raise UnsupportedError(
                 entry.chunks[0].file,
                 f"joins {entry.fqn!r} along dim 0, but the ranks shared it along dim {split.dim}:"
@@ -63,17 +74,21 @@ class SourceRanks:
                 "read the run that it was converted from",
             )
         self.notes.setdefault(
-            f"{entry.fqn!r} is stored {self.tensor} times, because ds_to_universal --no_strict"
+            f"{entry.fqn!r} is stored rank after rank, because ds_to_universal joins along dim 0"
+            f" what no pattern matches. Its {len(split.parts)} parts are read in order; DeepSpeed"
+            f" itself does so only at a tensor-parallel size of {self.tensor}"
+            if is_by_rank
+            else f"{entry.fqn!r} is stored {self.tensor} times, because ds_to_universal --no_strict"
             f" joins what no pattern matches: its shape is {entry.shape}. It is read once and the"
             " copies are compared; DeepSpeed itself does not load this directory into such a model"
         )
         first = entry.chunks[0]
-        copy_nbytes = prod(local) * entry.dtype.itemsize
-        copies = [
-            replace(first, box=whole(local), byte_offset=first.byte_offset + rank * copy_nbytes)
+        nbytes = prod(local) * entry.dtype.itemsize
+        pieces = [
+            replace(first, box=whole(local), byte_offset=first.byte_offset + rank * nbytes)
             for rank in range(self.tensor)
         ]
-        return replace(entry, shape=local, chunks=tuple(copies))
+        return gather([replace(entry, shape=local, chunks=(piece,)) for piece in pieces], split)
 
 
 def find_source_ranks(models: Sequence[ModelStates], where: str, rules: Path | None) -> SourceRanks:
