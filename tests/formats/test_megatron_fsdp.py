@@ -121,3 +121,20 @@ def test_parts_that_tensor_parallel_ranks_cut_apart_are_refused(run):
     fsdp._refuse_several_pieces(location, [f"{name}.z"], args, table)
     alone = replace(args, values={"tensor_model_parallel_size": 1})
     fsdp._refuse_several_pieces(location, [name], alone, table)
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is")
+def test_a_gate_that_is_not_of_swiglu_is_not_stored_apart(tmp_path):
+    """Those of SwiGLU are. Megatron-Bridge states the run in a file of its own."""
+    name = "decoder.layers.0.mlp.linear_fc1.weight"
+    state = {"iteration": 3, "checkpoint_version": 3.0, "args": None}
+    dcp.save(
+        {**state, "model": {f"module.{name}": torch.rand(8, 4)}}, checkpoint_id=tmp_path / STEP
+    )
+    with reshard.open(tmp_path / STEP) as checkpoint:
+        assert list(checkpoint) == [name]
+    model = {"num_layers": 1, "hidden_size": 4, "tensor_model_parallel_size": 2}
+    config = json.dumps({"model": {**model, "gated_linear_unit": True}})
+    (tmp_path / STEP / "run_config.yaml").write_text(config)
+    with pytest.raises(UnsupportedError, match=rf"(?s)'{name}' of 2 .*without --use-megatron-fsdp"):
+        reshard.open(tmp_path / STEP)

@@ -24,6 +24,7 @@ from dataclasses import replace
 from typing import Any
 
 from reshard.containers.pickles import trust
+from reshard.containers.torch_objects import TorchFile
 from reshard.core.location import Location
 from reshard.core.manifest import (
     BUFFER,
@@ -35,7 +36,16 @@ from reshard.core.manifest import (
 )
 from reshard.errors import CorruptError, UnsupportedError
 from reshard.formats.dcp import reader as dcp
-from reshard.formats.megatron import arguments, dist, grid, names, rank_states, train
+from reshard.formats.megatron import (
+    arguments,
+    dist,
+    grid,
+    names,
+    rank_states,
+    run_config,
+    train,
+    verl,
+)
 from reshard.formats.megatron.arguments import Arguments
 from reshard.formats.megatron.directory import FSDP_DTENSOR
 from reshard.formats.megatron.optimizers import rank_optimizer
@@ -61,13 +71,16 @@ def read(location: Location, table: Table) -> Manifest:
         UnsupportedError: tensor-parallel ranks cut a parameter in several pieces.
     """
     loaded = dcp.read(location)
-    root = loaded.root
+    root, opened = loaded.root, list[TorchFile]()
+    if root.get("args") is None and run_config.NAME in location.files:
+        root["args"], opened = run_config.read(location)
+    loaded = verl.join_parts([loaded], opened)
     args = arguments.parse(root.get("args"), str(location))
     parts = _get_tensors(root.get("model"))
     if not parts:
         raise CorruptError(location, "contains no model")
-    _refuse_several_pieces(location, parts, args, table)
     stored = dist.join_parts(parts, table)
+    _refuse_several_pieces(location, [name for name in parts if name in stored], args, table)
     weights = [
         tensor.make_entry(fqn, BUFFER if names.is_buffer(fqn) else PARAM)
         for fqn, tensor in stored.items()
@@ -124,12 +137,13 @@ def _refuse_several_pieces(
         return
     for fqn in fqns:
         rule = table.find(fqn, {})
-        if rule is not None and rule.rule.segments:
+        # Gate and up are stored apart only if they are SwiGLU's.
+        if rule and (rule.rule.segments or len(rule.rule.split(gated=args.gated).parts) > 1):
             raise UnsupportedError(
                 location,
                 f"has {fqn!r} of {args.tp} tensor-parallel ranks in the format {FSDP_DTENSOR},"
                 " which does not tell its parts from each other",
-                "save it with one tensor-parallel rank, or with --ckpt-format torch_dist",
+                "begin the run with one tensor-parallel rank, or without --use-megatron-fsdp",
             )
 
 
