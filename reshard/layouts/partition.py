@@ -11,6 +11,7 @@ from typing import NamedTuple
 from reshard.core.box import Box, Index, flat_span, row_major, run_boxes
 from reshard.core.chunks import Chunk
 from reshard.core.dtypes import DType
+from reshard.errors import UnsupportedError
 
 
 def run_chunks(
@@ -48,6 +49,21 @@ class Member(NamedTuple):
         return self.start + prod(self.shape)
 
 
+def require_dense(piece: Chunk) -> Chunk:
+    """Return a piece of a flat tensor, whose elements follow one another in the file.
+
+    Raises:
+        UnsupportedError: the file stores them with gaps.
+    """
+    if not piece.is_dense:
+        raise UnsupportedError(
+            piece.file,
+            "stores a flat tensor with gaps between its elements, which reshard does not read",
+            "store a contiguous copy of it",
+        )
+    return piece
+
+
 def build_flat_chunks(
     members: Sequence[Member], pieces: Iterable[tuple[int, Chunk]]
 ) -> dict[str, list[Chunk]]:
@@ -61,7 +77,7 @@ def build_flat_chunks(
     chunks: dict[str, list[Chunk]] = {member.fqn: [] for member in members}
     reaches = list(accumulate((member.stop for member in members), max))
     for low, piece in pieces:
-        high = low + piece.box.volume
+        high = low + require_dense(piece).box.volume
         for member in members[bisect_right(reaches, low) :]:
             if member.start >= high:
                 break

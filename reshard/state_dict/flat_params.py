@@ -20,7 +20,7 @@ from reshard.core.box import Box, Index
 from reshard.core.chunks import Chunk
 from reshard.errors import CorruptError, UnsupportedError
 from reshard.layouts import flat_param
-from reshard.layouts.partition import Member, build_flat_chunks, run_chunks
+from reshard.layouts.partition import Member, build_flat_chunks, require_dense, run_chunks
 from reshard.model import ModelShapes
 from reshard.state_dict.global_tensor import GlobalTensor
 from reshard.state_dict.tree import LocalTensors
@@ -224,7 +224,8 @@ def join_slices(where: str, fqn: str, shape: Index, pieces: Sequence[Chunk]) -> 
         )
     for piece in pieces:
         stop = at + piece.box.volume
-        chunks += run_chunks(piece.file, piece.byte_offset, piece.dtype, shape, at, stop)
+        offset = require_dense(piece).byte_offset
+        chunks += run_chunks(piece.file, offset, piece.dtype, shape, at, stop)
         at = stop
     return GlobalTensor(pieces[0].dtype, shape, tuple(chunks))
 

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import shutil
 from collections import OrderedDict
+from pathlib import Path
 
 import pytest
 import torch
 
 from reshard import formats
 from reshard.containers import torch_reader
-from reshard.errors import IncompleteError
+from reshard.errors import IncompleteError, UnsupportedError
 from reshard.formats.deepspeed.states import ModelStates
 
 
@@ -69,3 +71,22 @@ def test_a_run_without_any_file_of_its_experts_is_incomplete(tmp_path):
     save(tmp_path, "expp_rank_0_mp_rank_00_optim_states.pt", optimizer=None)
     with pytest.raises(IncompleteError, match="but no experts"):
         formats.read(run)
+
+
+@pytest.mark.parametrize(
+    ("run", "key"),
+    [
+        ("tests/data/deepspeed_0.8.3/z2_apexadam/run", "single_partition_of_fp32_groups"),
+        ("examples/llama-zero3-4ranks", "fp32_flat_groups"),
+    ],
+)
+def test_a_flat_tensor_with_gaps_is_refused(run, key, tmp_path):
+    """Its parameters would be read from elements that follow one another in the file."""
+    copy = shutil.copytree(Path(__file__).parents[2] / run, tmp_path / "run")
+    path = min(copy.glob("*/*optim_states.pt"))
+    states = torch.load(path, weights_only=False)
+    flat = states["optimizer_state_dict"][key]
+    flat[0] = torch.stack([flat[0], flat[0]], 1)[:, 0]
+    torch.save(states, path)
+    with pytest.raises(UnsupportedError, match=f"{path.name}: stores a flat tensor with gaps"):
+        formats.read([copy])

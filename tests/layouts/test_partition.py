@@ -11,8 +11,9 @@ import pytest
 
 from reshard.core import dtypes
 from reshard.core.box import Box, flat_span, whole
-from reshard.core.chunks import contiguous
+from reshard.core.chunks import Chunk, contiguous
 from reshard.core.dtypes import FLOAT32
+from reshard.errors import UnsupportedError
 from reshard.layouts.partition import (
     Cut,
     Member,
@@ -22,6 +23,12 @@ from reshard.layouts.partition import (
     compute_packed_boxes,
     run_chunks,
 )
+
+
+def test_a_flat_tensor_with_gaps_is_refused():
+    chunk = Chunk(whole((4,)), "rank0.pt", 0, (8,), FLOAT32)
+    with pytest.raises(UnsupportedError, match=r"rank0\.pt: stores a flat tensor with gaps"):
+        build_flat_chunks([Member("w", (4,), 0)], [(0, chunk)])
 
 
 def test_run_chunks_point_at_the_run_stored_contiguously():

@@ -18,7 +18,7 @@ from reshard.containers.torch_objects import Tensor
 from reshard.core.box import Index
 from reshard.core.chunks import Chunk
 from reshard.core.manifest import Entry
-from reshard.layouts.partition import run_chunks
+from reshard.layouts.partition import require_dense, run_chunks
 
 ALIGNMENT = 2  # nccl_start_alignment_factor
 MAPPINGS = "param_slice_mappings"
@@ -136,9 +136,11 @@ class FlatGroup:
         for piece, own in zip(pieces, runs, strict=True):
             if piece is None:
                 continue
+            stored = require_dense(piece.chunk)
             for fqn, start, stop, offset in own:
-                file, at = piece.storage.file, piece.byte_offset + offset * piece.dtype.itemsize
-                chunks[fqn] += run_chunks(file, at, piece.dtype, self.shapes[fqn], start, stop)
+                at = stored.byte_offset + offset * piece.dtype.itemsize
+                shape = self.shapes[fqn]
+                chunks[fqn] += run_chunks(stored.file, at, piece.dtype, shape, start, stop)
         dtype = next(piece.dtype for piece in pieces if piece)
         for fqn, shape in self.shapes.items():
             yield Entry(fqn, kind, dtype, shape, tuple(chunks[fqn]))

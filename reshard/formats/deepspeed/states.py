@@ -17,6 +17,7 @@ from reshard.core.manifest import BUFFER, PARAM, Entry
 from reshard.core.schema import expect
 from reshard.errors import MIXED, OTHER_FILE, CorruptError, UnsupportedError
 from reshard.formats.deepspeed import elastic, schemas
+from reshard.layouts.partition import require_dense
 from reshard.quantised import moments
 from reshard.state_dict import leaves
 from reshard.state_dict.optimizers import nested_slots
@@ -288,13 +289,14 @@ def require_raw(file: TorchFile, tensor: Tensor) -> Tensor:
     """Return one rank's part of a flat tensor, whose bytes are raw in an opened file.
 
     Raises:
-        UnsupportedError: it is a numpy array.
+        UnsupportedError: it is a numpy array, or has gaps between its elements.
     """
     if escaped.is_escaped(tensor.storage.file):
         raise UnsupportedError(
             file.path,
             "contains a flat partition that is a numpy array, which reshard does not read",
         )
+    require_dense(tensor.chunk)
     return tensor
 
 

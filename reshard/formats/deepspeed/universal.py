@@ -51,6 +51,7 @@ from reshard.formats.deepspeed.tag_directory import check_models
 from reshard.formats.deepspeed.train_state import name_members, read_train_state
 from reshard.formats.deepspeed.universal_ranks import SourceRanks, find_source_ranks
 from reshard.layouts.model_parallel import shards
+from reshard.layouts.partition import require_dense
 from reshard.system.threads import map_files
 from reshard.units import counted
 
@@ -184,7 +185,7 @@ def _make_entry(
     shape = shapes.get(fqn, tensor.shape)
     if len(tensor.shape) != 1 or shape == tensor.shape or prod(shape) != tensor.numel:
         return make_whole_entry(fqn, kind, tensor)
-    start = tensor.chunk.byte_offset
+    start = require_dense(tensor.chunk).byte_offset
     chunk = contiguous(file.path, start, tensor.dtype, whole(shape))
     return Entry(fqn, kind, tensor.dtype, shape, (chunk,))
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Container, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import takewhile
-from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -83,7 +82,7 @@ class SourceRanks:
             " copies are compared; DeepSpeed itself does not load this directory into such a model"
         )
         first = entry.chunks[0]
-        nbytes = prod(local) * entry.dtype.itemsize
+        nbytes = local[0] * first.byte_strides[0]
         pieces = [
             replace(first, box=whole(local), byte_offset=first.byte_offset + rank * nbytes)
             for rank in range(self.tensor)
