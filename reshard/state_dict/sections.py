@@ -336,7 +336,7 @@ def _sort_rest(parts: Sections, tree: Any, models: Mapping[Path, Any]) -> None:
     waiting: list[tuple[Path, Any]] = [((), tree)]
     while waiting:
         path, node = waiting.pop(0)
-        for key, value in node.items() if isinstance(node, dict) else ():
+        for key, value in trees.list_items(node):
             at = (*path, key)
             if is_tensor(value) and str(key) in models.get(path, ()):
                 continue

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -298,6 +298,11 @@ def as_list(value: Any) -> list[Any] | None:
     return None
 
 
+def list_items(node: Any) -> Iterable[tuple[Any, Any]]:
+    """Return the keys, or the positions, of a container's items, with the items."""
+    return node.items() if isinstance(node, dict) else enumerate(as_list(node) or ())
+
+
 def walk(tree: Any, depth: int) -> Iterator[tuple[tuple[Any, ...], Any]]:
     """Yield every container down to a depth, the root first, each once, with its first path."""
     seen: set[int] = set()
@@ -308,5 +313,8 @@ def walk(tree: Any, depth: int) -> Iterator[tuple[tuple[Any, ...], Any]]:
         seen.add(id(node))
         yield path, node
         if len(path) < depth:
-            items = node.items() if isinstance(node, dict) else enumerate(as_list(node) or ())
-            waiting += [((*path, key), v) for key, v in items if isinstance(v, (dict, list, tuple))]
+            waiting += [
+                ((*path, key), value)
+                for key, value in list_items(node)
+                if isinstance(value, (dict, list, tuple))
+            ]

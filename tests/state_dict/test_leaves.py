@@ -193,6 +193,12 @@ def test_weights_in_a_list_beside_the_weights_are_refused(tmp_path, held, nested
         reshard.merge(path, tmp_path / "out.safetensors")
 
 
+def test_what_lies_in_a_list_with_the_model_is_kept(tmp_path):
+    path = save([{"w": torch.ones(3)}, 7, {"best": 0.5}], tmp_path / "x.pt")
+    with reshard.open(path) as checkpoint:
+        assert checkpoint.manifest.train.client == {"1": 7, "2": {"best": 0.5}}
+
+
 def test_weights_in_a_list_of_a_deepspeed_module_are_refused(tmp_path):
     module = {"w": torch.ones(3), "more": [torch.ones(2)]}
     state = {"module": module, "buffer_names": [], "ds_version": "0.19.8", "global_steps": 1}
