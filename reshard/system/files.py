@@ -287,7 +287,7 @@ class SourceFiles(OpenFiles):
             place
             for place in ranges
             if not isinstance(place[0], Derived) and not escaped.is_escaped(place[0])
-            if self._fetched.find(*place) is None
+            if place[2] and self._fetched.find(*place) is None
         ]
         remote = list(merge_ranges(place for place in stored if is_remote(place[0])))
         local = list(

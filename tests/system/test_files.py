@@ -33,6 +33,7 @@ def test_ranges_close_together_are_fetched_by_one_read(tmp_path, reads):
     with SourceFiles() as pool:
         fetched = pool.prefetch([(path, 100_000, 8), (path, 20, 4), (path, 50, 6)])
         assert fetched == [(path, 20, 36), (path, 100_000, 8)]
+        assert pool.prefetch([(path, 0, 0)]) == []  # a block without elements in a stream of DCP
         assert reads == [(20, 36), (100_000, 8)]
         assert pool.read(path, 51, 3) == _CONTENT[51:54]
         target = bytearray(8)
