@@ -111,7 +111,11 @@ def read_archive(
     if byteorder and (byteorder.nbytes, byteorder.crc32) != _LITTLE_ENTRY:
         _, order = byteorder.read(archive, checked=checked)
         if order != _LITTLE:
-            raise UnsupportedError(path, f"contains {order.decode('latin-1')}-endian tensors")
+            raise UnsupportedError(
+                path,
+                f"contains {order.decode('latin-1')}-endian tensors",
+                "load it with torch on this machine, and save it again",
+            )
     if member.nbytes > MAX_PICKLE:
         raise CorruptError(
             path, f"its pickle has {member.nbytes} bytes, more than reshard reads", ALTERED
@@ -163,7 +167,8 @@ def _read_stream(
     path: str, size: int, files: SourceFiles, builders: Mapping[str, Builder]
 ) -> TorchFile:
     # Five pickles (a magic number, the protocol, the system, the object, the keys of its storages)
-    # come first, then for each storage its number of elements and its data. There are no checksums.
+    # come first, then for each storage its number of elements and its data, which are little-endian
+    # on every system (``THPStorage_writeFileRaw``). There are no checksums.
     storages = Storages(path)
     done, end, keys = _read_structure(path, size, files, builders, storages)
     check_views(path, storages.by_key.values(), size)
@@ -235,8 +240,6 @@ def _read_pickles(
     magic = loads(head, where=path)
     protocol = loads(head, where=path, start=magic.end)
     system = loads(head, where=path, start=protocol.end)
-    if isinstance(system.value, dict) and system.value.get("little_endian") is False:
-        raise UnsupportedError(path, "contains big-endian tensors")
     table = {**TORCH_BUILDERS, **builders}
     result = loads(head, where=path, start=system.end, builders=table, persistent=storages)
     keys = loads(head, where=path, start=result.end)

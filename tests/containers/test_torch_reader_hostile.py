@@ -320,9 +320,9 @@ def test_a_tensor_of_what_is_no_storage_is_refused(tmp_path):
             read_all(path)
 
 
-def legacy(root, keys, data):
+def legacy(root, keys, data):  # as a big-endian system writes it
     head = b"".join(
-        pickle.dumps(value, 2) for value in (0x1950A86A20F9469CFC6C, 1001, {"little_endian": True})
+        pickle.dumps(value, 2) for value in (0x1950A86A20F9469CFC6C, 1001, {"little_endian": False})
     )
     return head + root + pickle.dumps(keys, 2) + data
 
