@@ -308,7 +308,15 @@ def is_scalar(slot: str, shapes: Collection[tuple[tuple[int, ...], tuple[int, ..
 def is_bounded(hyper: Mapping[str, Any], slots: Collection[str]) -> bool:
     """Return whether a param group is one of Adam or AdamW, whose updates are bounded."""
     has_slots = set(MOMENTS) <= set(slots) <= {*MOMENTS, AMSGRAD}
-    return has_slots and is_adam(hyper)
+    return has_slots and is_adam(hyper) and _has_betas(hyper)
+
+
+def _has_betas(hyper: Mapping[str, Any]) -> bool:
+    # torch's Adam also takes tensors.
+    match hyper.get("betas"):
+        case (int() | float(), int() | float()):
+            return True
+    return False
 
 
 def bound_update(hyper: Mapping[str, Any], largest: float, updates: float) -> float:

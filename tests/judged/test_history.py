@@ -309,6 +309,31 @@ def test_weights_of_two_dtypes_move_by_the_rounding_of_the_narrow_one(tmp_path):
     assert not failed(tmp_path)
 
 
+@pytest.mark.parametrize(
+    ("betas", "last", "found"),
+    [
+        ((torch.tensor(0.9), torch.tensor(0.999)), 2.0, []),
+        (None, 2.0, []),
+        ((0.9, 0.999), math.nan, [single.STEPS, single.SLOTS]),
+        ((0.9, 0.999), math.inf, [single.STEPS, single.SLOTS]),
+    ],
+)
+def test_settings_and_steps_that_give_no_bound(tmp_path, betas, last, found):
+    layer = torch.nn.Linear(8, 8)
+    optimizer = torch.optim.AdamW(layer.parameters())
+    for number, step in enumerate((1.0, last), 1):
+        layer(torch.ones(1, 8)).sum().backward()
+        optimizer.step()
+        saved = optimizer.state_dict()
+        saved["param_groups"][0]["betas"] = betas
+        for slots in saved["state"].values():
+            slots["step"] = torch.tensor(step)
+        (tmp_path / f"checkpoint-{number}").mkdir()
+        state = {"model": layer.state_dict(), "optimizer": saved, "global_step": number}
+        torch.save(state, tmp_path / f"checkpoint-{number}" / "state.pt")
+    assert list(failed(tmp_path)) == found
+
+
 def test_only_deep_sees_one_element(run):
     path = run("dcp")
     fqn = "model.embed_tokens.weight"

@@ -12,6 +12,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
+from math import inf
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -294,7 +295,7 @@ def _bound_moments(before: Tag, now: Tag, fqn: str) -> MomentBound | None:
     """Return None if the bound is not known, or if the optimizer is not Adam."""
     groups, slots = [tag.groups.get(fqn) for tag in (before, now)], now.slots.get(fqn, {})
     one, other = before.count_updates(fqn), now.count_updates(fqn)
-    if None in groups or one is None or other is None or other <= one:
+    if None in groups or one is None or other is None or not 0 < other - one < inf:
         return None
     first, last = (dict(group.hyper) for group in groups if group is not None)
     both = before.slots.get(fqn, {}).keys() & slots.keys()

@@ -406,7 +406,7 @@ def _read_step(fqn: str, slots: Slots, pool: SourceFiles) -> float | None:
         return None
     first, step = next(iter(counted.items()))
     for file, other in counted.items():
-        if other != step:
+        if other != step and str(other) != str(step):  # no NaN is equal to another
             raise CorruptError(
                 file, f"the optimizer's step of {fqn!r} is {other}, but {step} in {first}", MIXED
             )
