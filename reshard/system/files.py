@@ -223,7 +223,7 @@ class SourceFiles(OpenFiles):
     def _check_open(self, descriptor: Descriptor) -> None:
         """Check a file by its descriptor, which keeps the file also after a rename."""
         before = self._opened[descriptor.path]
-        if before.matches(os.fstat(descriptor.number)):  # the rule, after each small read
+        if before.matches(descriptor.find_status()):  # the rule, after each small read
             return
         now = descriptor.find_version()
         # To move or replace a file changes its ctime, too.
@@ -412,9 +412,20 @@ class Descriptor:
         except OSError as error:
             raise _build_read_error(path, "opened", error) from error
 
+    def find_status(self) -> os.stat_result:
+        """Return what the file system states about the open file.
+
+        Raises:
+            ReshardError: it states nothing, as NFS about a file that another machine has removed.
+        """
+        try:
+            return os.fstat(self.number)
+        except OSError as error:
+            raise _build_read_error(self.path, "read", error) from error
+
     def find_version(self) -> FileVersion:
         """Return the version of the open file."""
-        return FileVersion.from_status(os.fstat(self.number))
+        return FileVersion.from_status(self.find_status())
 
     def has_path(self) -> bool:
         """Return whether the path still leads to the open file."""

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import threading
 import time
 from pathlib import Path
 
 import pytest
 
+from reshard.errors import ReshardError
 from reshard.system.files import Descriptor, SourceFiles
 
 _CONTENT = bytes(range(256)) * 1024
@@ -65,3 +68,15 @@ def test_reads_that_wait_are_in_flight_together(tmp_path, monkeypatch):
         asked = [(path, start, 8) for start in range(0, len(_CONTENT), 8192)]
         assert pool.prefetch(asked) == asked
     assert most > 4
+
+
+def test_a_file_whose_status_cannot_be_read_is_named(tmp_path, monkeypatch):
+    def fail(_descriptor):
+        raise OSError(errno.ESTALE, os.strerror(errno.ESTALE))  # removed on the server of NFS
+
+    path = tmp_path / "a"
+    path.write_bytes(_CONTENT)
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fstat", fail)
+        with pytest.raises(ReshardError, match="a: cannot be read: Stale"):
+            SourceFiles().read(str(path), 0, 1)
