@@ -36,7 +36,7 @@ from reshard.engine.output.destination import check_destination, check_suffix
 from reshard.engine.planning.extents import Extent, FileIndex
 from reshard.engine.planning.planner import Plan
 from reshard.errors import DifferentError, ExistsError
-from reshard.system.paths import as_path, is_remote
+from reshard.system.paths import as_path, is_remote, resolve
 from reshard.system.ranks.team import (
     broadcast_text,
     check_ranks_agree,
@@ -167,8 +167,8 @@ def _resolve_destination(destination: str | Path) -> Path:
     path = as_path(destination)
     check_suffix(path)
     if not is_single_file(path) or is_remote(str(path)):
-        return path.resolve()
-    return path.parent.resolve() / path.name
+        return resolve(path)
+    return resolve(path.parent) / path.name
 
 
 @contextlib.contextmanager

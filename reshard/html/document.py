@@ -22,6 +22,7 @@ from reshard.errors import ExistsError
 from reshard.html.bars import Bars
 from reshard.html.curves import Curves
 from reshard.html.page import Maps, Page, PageTable
+from reshard.system.paths import resolve
 from reshard.version import __version__
 
 _ASSETS = Path(__file__).parent / "assets"
@@ -46,7 +47,7 @@ def check(
     """
     check_destination(path, list(sources), is_directory=False, overwrite=overwrite)
     if destination is not None:
-        real, output = path.resolve(), destination.resolve()
+        real, output = resolve(path), resolve(destination)
         if real == output or output in real.parents:
             raise ExistsError(
                 path, f"is inside the output {destination}", "write the page beside it"

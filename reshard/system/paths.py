@@ -60,6 +60,11 @@ def is_remote(where: str) -> bool:
     return "://" in where and "\0" not in where
 
 
+def resolve(path: Path) -> Path:
+    """Return a path without links; Python before 3.13 has no path for links that form a loop."""
+    return path if is_remote(str(path)) else Path(os.path.realpath(path))
+
+
 def get_stem(path: str) -> str:
     """Return a file's name without its last suffix, as ``PurePath.stem``, which takes far longer.
 

@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import load_file
 
 import reshard
-from reshard.errors import UnrecognisedError, UsageError
+from reshard.errors import ExistsError, UnrecognisedError, UsageError
 
 
 @pytest.fixture
@@ -46,6 +46,17 @@ def test_a_name_that_is_too_long_for_the_partial_output_is_refused(plain, tmp_pa
     with pytest.raises(UsageError, match="name that is too long: 9 characters are added"):
         reshard.merge(plain, tmp_path / ("a" * 250))
     assert list(tmp_path.iterdir()) == [plain]
+
+
+@pytest.mark.parametrize("name", ["loop", "loop/x", "loop.safetensors"])
+def test_links_that_form_a_loop_are_refused(plain, tmp_path, name):
+    for link in ("loop", "loop.safetensors"):
+        (tmp_path / link).symlink_to(link)
+    for options in ({}, {"overwrite": True}):
+        with pytest.raises((ExistsError, UsageError), match=r"exists and is not|no directory"):
+            reshard.merge(plain, tmp_path / name, **options)
+    with pytest.raises((ExistsError, UsageError), match=r"exists and is not|no directory"):
+        reshard.merge(plain, tmp_path / "out", html=tmp_path / name)
 
 
 def test_a_number_of_ranks_that_no_run_has_is_refused(plain, tmp_path):

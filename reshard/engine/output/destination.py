@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
 from reshard.errors import ExistsError, ReshardError, ResourceError, UsageError
-from reshard.system.paths import explain_tilde, is_remote
+from reshard.system.paths import explain_tilde, is_remote, resolve
 from reshard.units import abridge
 
 if TYPE_CHECKING:
@@ -87,14 +87,14 @@ def check_destination(
         UsageError: its parent directory does not exist.
         ReshardError: its parent directory cannot be written to.
     """
-    real = destination.resolve()
+    real = resolve(destination)
     _check_apart(destination, sources, overwrite=overwrite)
     if is_remote(str(real)):
         if _is_moving(real) and is_directory and resume:
             return
     elif not destination.parent.is_dir():
-        parent = destination.parent.resolve()
-        remedy = "choose another path" if parent.exists() else "create it first"
+        parent = resolve(destination.parent)
+        remedy = "choose another path" if _exists(parent) else "create it first"
         raise UsageError(
             destination,
             f"there is no directory {parent}",
@@ -126,9 +126,9 @@ def check_destination(
 
 
 def _check_apart(destination: Path, sources: list[Path], *, overwrite: bool) -> None:
-    real = destination.resolve()
+    real = resolve(destination)
     for source in sources:
-        inside = source.resolve()
+        inside = resolve(source)
         if real == inside or inside in real.parents:
             raise ExistsError(
                 destination,
