@@ -550,6 +550,7 @@ def test_a_counter_of_the_group_is_a_tensor_under_deepspeed_too(stage, tmp_path)
     for group in got["param_groups"]:
         assert torch.equal(group["step"], torch.tensor(1, dtype=torch.int32))
         assert group["step"].dtype == torch.int32
+    assert not any("step" in state for state in got["state"].values())
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is")

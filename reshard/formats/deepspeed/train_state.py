@@ -24,7 +24,7 @@ from reshard.state_dict.optimizers.hyper_parameters import read_hyper
 from reshard.state_dict.own_values import keep_own_values
 from reshard.state_dict.plain_values import to_plain
 from reshard.system.threads import map_files_by_key
-from reshard.training.optimizers import SETTINGS
+from reshard.training.optimizers import SETTINGS, needs_count
 
 # Keys that DeepSpeed 0.3 to 0.19 itself writes into model states. All others are from the
 # ``client_state`` that the script passed to ``save_checkpoint``.
@@ -237,8 +237,11 @@ def _read_step(rank: OptimizerStates, index: int) -> float | None:
 
 
 def find_step(state: Mapping[str, Any], optimizer: Mapping[str, Any], index: int) -> Any:
-    """Return the counter of a parameter's state, or of its group (apex's FusedAdam)."""
-    if not state or "step" in state:
+    """Return the counter of a parameter's state, or of its group (apex's FusedAdam).
+
+    Of an optimizer that always counts in its group, no state has a place for it.
+    """
+    if "step" in state or not needs_count(state):
         return state.get("step")
     groups = optimizer.get("param_groups", [])
     return next((g["step"] for g in groups if index in g["params"] and "step" in g), None)
