@@ -82,23 +82,24 @@ AUTOEP_PLACEMENTS = sequence(  # not in the first versions of AutoEP
         expert_placement=record(ranks=sequence(record(rank=COUNT, experts=sequence(COUNT)))),
     )
 )
-MODEL_STATES = fields(
-    module=maybe(mapping(TEXT)),
-    buffer_names=maybe(sequence(TEXT)),
-    param_shapes=maybe(either(_SHAPES, sequence(_SHAPES))),
-    frozen_param_shapes=maybe(_SHAPES),
-    frozen_param_fragments=maybe(mapping()),
-    shared_params=maybe(mapping(TEXT, TEXT)),
-    optimizer=maybe(OPTIMIZER),
-    ds_config=maybe(mapping()),
-    checkpoint_parallel_dimensions=maybe(mapping()),
-    universal_checkpoint_info=maybe(_UNIVERSAL),
-    ds_version=maybe(TEXT),
-    num_experts=maybe(either(COUNT, sequence(COUNT))),  # one number before 0.6
-    global_steps=maybe(INTEGER),
-    skipped_steps=maybe(INTEGER),
-    global_samples=maybe(WHOLE),  # a float if the program's mpu has sequence-parallel ranks
-)
+MODEL_KEYS = {
+    "module": maybe(mapping(TEXT)),
+    "buffer_names": maybe(sequence(TEXT)),
+    "param_shapes": maybe(either(_SHAPES, sequence(_SHAPES))),
+    "frozen_param_shapes": maybe(_SHAPES),
+    "frozen_param_fragments": maybe(mapping()),
+    "shared_params": maybe(mapping(TEXT, TEXT)),
+    "optimizer": maybe(OPTIMIZER),
+    "ds_config": maybe(mapping()),
+    "checkpoint_parallel_dimensions": maybe(mapping()),
+    "universal_checkpoint_info": maybe(_UNIVERSAL),
+    "ds_version": maybe(TEXT),
+    "num_experts": maybe(either(COUNT, sequence(COUNT))),  # one number before 0.6
+    "global_steps": maybe(INTEGER),
+    "skipped_steps": maybe(INTEGER),
+    "global_samples": maybe(WHOLE),  # a float if the program's mpu has sequence-parallel ranks
+}
+MODEL_STATES = fields(**MODEL_KEYS)
 OTHER_MODEL_STATES = fields(  # ranks after the first: only what is used of them
     module=maybe(mapping()), frozen_param_fragments=maybe(mapping())
 )

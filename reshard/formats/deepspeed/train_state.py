@@ -12,6 +12,7 @@ from reshard.containers.pickles.script_values import SCHEDULER
 from reshard.containers.pickles.values import Call
 from reshard.containers.torch_objects import Tensor, TorchFile
 from reshard.core.manifest import Claim, Entry, ParamGroup, TrainState, UnnamedOptimizer
+from reshard.formats.deepspeed.schemas import MODEL_KEYS
 from reshard.formats.deepspeed.states import (
     ModelStates,
     OptimizerStates,
@@ -26,17 +27,14 @@ from reshard.state_dict.plain_values import to_plain
 from reshard.system.threads import map_files_by_key
 from reshard.training.optimizers import SETTINGS, needs_count
 
-# Keys that DeepSpeed 0.3 to 0.19 itself writes into model states. All others are from the
-# ``client_state`` that the script passed to ``save_checkpoint``.
+# Keys that DeepSpeed 0.3 to 0.19 itself writes into model states: these, and what is checked. All
+# others are from the ``client_state`` that the script passed to ``save_checkpoint``.
 ENGINE_KEYS = frozenset(
     """
-    module buffer_names optimizer param_shapes frozen_param_shapes shared_params
-    frozen_param_fragments lr_scheduler data_sampler random_ltd sparse_tensor_module_names
-    csr_tensor_module_names skipped_steps global_steps global_samples dp_world_size mp_world_size
-    num_experts ds_autoep_layers checkpoint_parallel_dimensions ds_config ds_version
-    universal_checkpoint_info
+    lr_scheduler data_sampler random_ltd sparse_tensor_module_names csr_tensor_module_names
+    dp_world_size mp_world_size ds_autoep_layers
     """.split()
-)
+).union(MODEL_KEYS)
 _PER_RANK = "one number of each rank"
 _DATA_KEYS = ("data_sampler", "random_ltd")  # states of data efficiency, written as they are
 _OPAQUE_KEYS = (*_DATA_KEYS, "universal_checkpoint_info")
