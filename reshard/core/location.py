@@ -99,8 +99,16 @@ class Location:
 
     @cached_property
     def name(self) -> str:
-        """The directory's own name."""
-        return self.directories[0].resolve().name
+        """The directory's own name; of a link such as ``latest``, that of its target."""
+        names = (self.own_name, self.directories[0].resolve().name)
+        is_numbered = [re.search(r"\d", name) is not None for name in names]
+        return names[is_numbered == [False, True]]
+
+    @property
+    def own_name(self) -> str:
+        """The directory's own name, also if it is a link."""
+        directory = self.directories[0]
+        return (directory.resolve() if directory.name in ("", "..") else directory).name
 
     @cached_property
     def folder(self) -> Location:
@@ -108,8 +116,9 @@ class Location:
         return Location(self.directories) if self.chosen or self._inner else self
 
     def get_parent(self) -> Location:
-        """Return the parent directory."""
-        return Location([directory.parent for directory in self.directories], inner=True)
+        """Return the parent directory, that of ``.`` included."""
+        parents = [d / ".." if d.name in ("", "..") else d.parent for d in self.directories]
+        return Location(parents, inner=True)
 
     @cached_property
     def files(self) -> dict[str, Path]:

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Container, Iterable, Iterator, Mapping
-from pathlib import PurePosixPath
+from collections.abc import Collection, Container, Iterable, Iterator, Mapping
+from pathlib import Path, PurePosixPath
 
 from reshard.core.location import Location, get_directory
 from reshard.core.manifest import Manifest
@@ -52,12 +52,15 @@ def find(location: Location, manifest: Manifest) -> dict[str, str]:
     }
     found: dict[str, str] = {}
     for level, below in _list_levels(location, manifest):
+        roots = {*level.directories, *(as_path(path).parent for path in used)}
+        known = {folder.resolve() for folder in roots}
         for name, path in level.files.items():
-            if str(path) not in used and not _is_known(name, manifest):
+            is_used = str(path) in used or _leads_back(path, known)
+            if not is_used and not _is_known(name, manifest):
                 found.setdefault(name, str(path))
         for name, folder in level.folders.items():
             if name != below and not _is_passed_over(name):
-                files = dict(_walk(folder, name, _DEPTH))
+                files = dict(_walk(folder, name, _DEPTH, known))
                 if used.isdisjoint(files.values()):
                     found |= {name: path for name, path in files.items() if name not in found}
     told = _list_told(manifest.warnings)
@@ -114,8 +117,8 @@ def _list_levels(location: Location, manifest: Manifest) -> Iterator[tuple[Locat
     level = location if origin in location.directories else Location([origin], inner=True)
     yield level, ""
     above = level.get_parent()
-    if level.name in run_directory.PARTS or _is_of_trainer(above):
-        yield above, level.name
+    if level.own_name in run_directory.PARTS or _is_of_trainer(above):
+        yield above, level.own_name
 
 
 def _is_of_trainer(location: Location) -> bool:
@@ -138,14 +141,27 @@ def _is_passed_over(folder: str) -> bool:
     )
 
 
-def _walk(folder: Location, name: str, depth: int) -> Iterator[tuple[str, str]]:
+def _leads_back(path: Path, known: Collection[Path]) -> bool:
+    """Return whether a link leads into one of these folders, or to one around them."""
+    if not path.is_symlink():
+        return False
+    target = path.resolve()
+    return any(target.is_relative_to(root) or root.is_relative_to(target) for root in known)
+
+
+def _walk(
+    folder: Location, name: str, depth: int, known: Collection[Path]
+) -> Iterator[tuple[str, str]]:
+    if _leads_back(folder.path, known):
+        return
     is_config = any(name in (config, config.partition("/")[0]) for config in CONFIG_FOLDERS)
     for inner, path in folder.files.items():
-        if not (is_config and (is_companion(inner) or _NO_STATE.fullmatch(inner))):
+        is_left_out = is_config and (is_companion(inner) or _NO_STATE.fullmatch(inner))
+        if not is_left_out and not _leads_back(path, known):
             yield f"{name}/{inner}", str(path)
     if depth > 1 and not is_remote(str(folder)):
         for inner, below in folder.folders.items():
-            yield from _walk(below, f"{name}/{inner}", depth - 1)
+            yield from _walk(below, f"{name}/{inner}", depth - 1, known)
 
 
 def _has_content(path: str) -> bool:

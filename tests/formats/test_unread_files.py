@@ -77,6 +77,30 @@ def test_every_command_lists_the_files_that_were_not_read(tmp_path, save, listed
         assert "events" not in line
 
 
+def test_links_do_not_change_what_was_not_read(tmp_path, monkeypatch):
+    """Follow links of the parts to another disk, and pass over those to what has a name here."""
+    source = save_olmo(tmp_path / "step3")
+    part, disk = source / "model_and_optim", tmp_path / "disk"
+    monkeypatch.chdir(part)
+    for link, target in (("again", part.name), ("train/copy.pt", "rank0.pt"), ("whole", ".")):
+        (source / link).symlink_to(target)
+
+    def assert_same(path):
+        manifest = reshard.inspect(path).manifest
+        assert list(manifest.unread_files) == [".metadata.json", "train/rank0.pt"]
+        assert manifest.train.step == 3
+
+    for path in (source, part, "."):
+        assert_same(path)
+    part.rename(disk)
+    part.symlink_to(disk)
+    for path in (source, part):
+        assert_same(path)
+    source.rename(tmp_path / "moved")
+    source.symlink_to(tmp_path / "moved")
+    assert_same(source)
+
+
 def test_a_split_carries_a_scheduler_of_dcp(tmp_path):
     source = save_slime(tmp_path / "source")
     reshard.split(source, tmp_path / "out", to="torch", world_size=1)
