@@ -74,7 +74,7 @@ def find_idle(
     names = tuple(dict.fromkeys(name for held in slots.values() for name in held))
     if not names:  # no parameter was stepped
         all_adam = all(is_adam(hyper) for hyper, _ in groups)
-        return {fqn: _list_slots(hyper) for hyper, fqns in groups for fqn in fqns if all_adam}
+        return {fqn: list_slots(hyper) for hyper, fqns in groups for fqn in fqns if all_adam}
     if not set(MOMENTS) <= set(names) <= {*MOMENTS, AMSGRAD}:
         return {}
     idle = [fqn for hyper, fqns in groups if is_adam(hyper) for fqn in fqns if not slots.get(fqn)]
@@ -85,7 +85,7 @@ def find_idle(
 
 def _find_new(groups: Iterable[TrainedGroup]) -> dict[str, tuple[str, ...]]:
     return {
-        member.fqn: _list_slots(group.hyper)
+        member.fqn: list_slots(group.hyper)
         for group in groups
         if is_adam(group.hyper)
         for member in group.members
@@ -93,7 +93,8 @@ def _find_new(groups: Iterable[TrainedGroup]) -> dict[str, tuple[str, ...]]:
     }
 
 
-def _list_slots(hyper: Mapping[str, Any]) -> tuple[str, ...]:
+def list_slots(hyper: Mapping[str, Any]) -> tuple[str, ...]:
+    """Return the slots of an Adam with these hyper-parameters."""
     return (*MOMENTS, *[AMSGRAD] * bool(hyper.get("amsgrad")))
 
 
@@ -154,7 +155,7 @@ def _build_group(
     members = tuple(
         TrainedParameter(
             m.weight,
-            {name: _build_zeros(m.weight, name, dtype) for name in _list_slots(hyper)},
+            {name: _build_zeros(m.weight, name, dtype) for name in list_slots(hyper)},
             0.0,
         )
         for m in group.members

@@ -44,7 +44,7 @@ from reshard.formats.deepspeed.write.pickled_objects import (
 from reshard.formats.deepspeed.write.spec import OutputSpec
 from reshard.formats.deepspeed.write.split_metadata import SplitMetadata
 from reshard.state_dict.optimizers.hyper_parameters import build_tensors
-from reshard.training import optimizers
+from reshard.training import fresh_adam, optimizers
 from reshard.training.state import TrainedParameter
 
 _STEP = "step.pt"
@@ -87,8 +87,7 @@ def find_new_slots(spec: OutputSpec) -> tuple[str, ...]:
     hypers = [group.hyper for group in spec.groups]
     if spec.state.slots or not all(map(optimizers.is_adam, hypers)):
         return ()
-    amsgrad = any(hyper.get("amsgrad") for hyper in hypers)
-    return (*optimizers.MOMENTS, *[optimizers.AMSGRAD] * amsgrad)
+    return tuple(dict.fromkeys(name for hyper in hypers for name in fresh_adam.list_slots(hyper)))
 
 
 def count_steps(spec: OutputSpec) -> list[float | None]:
