@@ -8,7 +8,8 @@ FSDP casts what it gathers. The generations differ in what a shard is::
     |aaaaaaaaa|bbb|ccccccc|.|           |aaaaaaaaa|  |bbb|  |ccccccc|
     | rank 0    | rank 1    |           | 0  | 1  |  |0|1|  | 0 | 1 |    each cut into rows
 
-A generation decides how the model is wrapped, and how its parameters are seen whole and as shards.
+A generation decides how the model is wrapped (``_wrap``), which tensors the optimizer updates
+(``_select_parameters``), and how full parameters are gathered from shards (``parameters``).
 """
 
 from __future__ import annotations
@@ -18,9 +19,10 @@ from abc import abstractmethod
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
 
 from trainer.core.engine import Engine
-from trainer.core.fsdp_reduce import UnitSums
+from trainer.core.fsdp_reduce import UnitSums, order_additions
 from trainer.core.fsdp_units import (
     broadcast_weights,
     choose_units,
@@ -55,35 +57,22 @@ class FsdpEngine(Engine):
         self._numel = sum(p.numel() for _, p in list_trainable(model))
         with ignore_known_warnings():
             self.units = choose_units(model, settings)
-            self._check(model)
             self.model = self._wrap(model)
         self.optimizer = self._make_optimizer()
         self._sums: UnitSums | None = None
         if settings.reduction == "canonical":
             self._sums = UnitSums(lambda: self.active_ranks)
-            self._order_additions(self._sums)
+            order_additions(self.model, self._sums, ranks.world)
 
     # What a generation decides
 
     @abstractmethod
-    def _check(self, model: nn.Module) -> None:
-        """Refuse settings that this generation cannot follow."""
-
-    @abstractmethod
     def _wrap(self, model: nn.Module) -> nn.Module:
-        """Shard the model."""
+        """Shard the model; refuse settings that this generation cannot follow."""
 
     @abstractmethod
     def _select_parameters(self) -> list[list[nn.Parameter]]:
         """Return what the optimizer updates, for each of ``groups``."""
-
-    @abstractmethod
-    def _get_shard(self, tensor: Tensor) -> Tensor:
-        """Return the part of a parameter or gradient that is on this rank."""
-
-    @abstractmethod
-    def _order_additions(self, sums: UnitSums) -> None:
-        """Let torch add gradients in micro batch order, with `fsdp_reduce`."""
 
     # The step
 
@@ -105,8 +94,10 @@ class FsdpEngine(Engine):
         return self.settings.accumulation  # FSDP has divided by the number of ranks
 
     def _collect_gradients(self) -> list[Tensor]:
-        parameters = self._optimized_parameters()
-        return [self._get_shard(p.grad).view(-1) for p in parameters if p.grad is not None]
+        parameters = [p for group in self.optimizer.param_groups for p in group["params"]]
+        gradients = [p.grad for p in parameters if p.grad is not None]
+        shards = [g.to_local() if isinstance(g, DTensor) else g for g in gradients]
+        return [shard.view(-1) for shard in shards]
 
     def _compute_norm(self, gradients: list[Tensor]) -> float:
         """Return the global norm; of several replicas, only the first one counts."""
@@ -154,6 +145,3 @@ class FsdpEngine(Engine):
                         "exp_avg_sq": torch.zeros_like(parameter),
                     }
         return optimizer
-
-    def _optimized_parameters(self) -> list[nn.Parameter]:
-        return [p for group in self.optimizer.param_groups for p in group["params"]]

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from functools import partial
 from itertools import groupby
-from typing import cast
 
 import torch
 from torch import Tensor, nn
@@ -20,7 +19,6 @@ from torch.distributed.fsdp.wrap import CustomPolicy
 from trainer.core.engine import DTYPES
 from trainer.core.errors import SettingsError
 from trainer.core.fsdp import FsdpEngine
-from trainer.core.fsdp_reduce import UnitSums, order_fsdp1
 from trainer.core.fsdp_units import find_unit, is_hybrid
 
 _WRAPPER = "_fsdp_wrapped_module."
@@ -66,6 +64,7 @@ class Fsdp1Engine(FsdpEngine):
                 )
 
     def _wrap(self, model: nn.Module) -> nn.Module:
+        self._check(model)
         settings = self.settings
         strategy = settings.fsdp_sharding_strategy if self.ranks.world > 1 else "NO_SHARD"
         chosen = set(self.units.values())
@@ -96,12 +95,6 @@ class Fsdp1Engine(FsdpEngine):
             return [[p for p in self.model.parameters() if p.requires_grad]]
         live = {name.replace(_WRAPPER, ""): p for name, p in self.model.named_parameters()}
         return [[live[name] for name in group.names] for group in self.groups]
-
-    def _order_additions(self, sums: UnitSums) -> None:
-        order_fsdp1(cast("FullyShardedDataParallel", self.model), sums)
-
-    def _get_shard(self, tensor: Tensor) -> Tensor:
-        return tensor
 
     def parameters(self) -> Iterator[tuple[str, Tensor]]:
         """Gather the parameters unit by unit, see Engine."""

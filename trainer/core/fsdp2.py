@@ -28,14 +28,12 @@ from torch.distributed.tensor import DTensor
 from trainer.core.engine import DTYPES
 from trainer.core.errors import SettingsError
 from trainer.core.fsdp import FsdpEngine
-from trainer.core.fsdp_reduce import UnitSums, order_fsdp2
 
 
 class Fsdp2Engine(FsdpEngine):
     """Shards with ``fully_shard``, unit by unit."""
 
-    def _check(self, model: nn.Module) -> None:
-        del model
+    def _check(self) -> None:
         settings = self.settings
         # The collectives record events on streams, and with torch 2.6 those of the CPU have none.
         if self.ranks.device.type == "cpu" and not hasattr(torch.cpu.Stream, "record_event"):
@@ -54,6 +52,7 @@ class Fsdp2Engine(FsdpEngine):
                 )
 
     def _wrap(self, model: nn.Module) -> nn.Module:
+        self._check()
         for unit in reversed(self.units.values()):  # inner units first
             self._fully_shard(unit)
         self._fully_shard(model, is_root=True)
@@ -84,12 +83,6 @@ class Fsdp2Engine(FsdpEngine):
     def _select_parameters(self) -> list[list[nn.Parameter]]:
         live = dict(self.model.named_parameters())
         return [[live[name] for name in group.names] for group in self.groups]
-
-    def _order_additions(self, sums: UnitSums) -> None:
-        order_fsdp2(self.model, sums, self.ranks.world)
-
-    def _get_shard(self, tensor: Tensor) -> Tensor:
-        return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
     def parameters(self) -> Iterator[tuple[str, Tensor]]:
         """Gather the parameters one by one, see Engine."""

@@ -112,12 +112,19 @@ class _OrderedReduceScatter(ReduceScatter):
         output_tensor.copy_(self._sums.add_exchanged(input_tensor, group))
 
 
-def order_fsdp2(model: nn.Module, sums: UnitSums, world: int) -> None:
-    """Let FSDP 2 add in micro batch order, without a division.
+def order_additions(model: nn.Module, sums: UnitSums, world: int) -> None:
+    """Let FSDP of either generation add in micro batch order, without a division.
 
     Raises:
         SettingsError: this torch has no replacement for the reduce-scatter of FSDP 2.
     """
+    if isinstance(model, FullyShardedDataParallel):
+        _order_fsdp1(model, sums)
+    else:
+        _order_fsdp2(model, sums, world)
+
+
+def _order_fsdp2(model: nn.Module, sums: UnitSums, world: int) -> None:
     if not hasattr(FSDPModule, "set_custom_reduce_scatter"):
         raise SettingsError(
             f"--reduction canonical: FSDP 2 of torch {torch.__version__} always adds by its own"
@@ -139,9 +146,7 @@ def _add_alone(sums: UnitSums, gradient: Tensor) -> None:
     gradient.copy_(sums.add([gradient]))
 
 
-def order_fsdp1(model: FullyShardedDataParallel, sums: UnitSums) -> None:
-    """Let FSDP 1 add in micro batch order, without a division."""
-
+def _order_fsdp1(model: FullyShardedDataParallel, sums: UnitSums) -> None:
     def reduce(group: dist.ProcessGroup, whole: Tensor, shard: Tensor | None = None) -> None:
         if shard is None:  # one rank: FSDP 1 does not shard
             _add_alone(sums, whole)
