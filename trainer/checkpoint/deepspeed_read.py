@@ -40,7 +40,7 @@ def read(directory: Path, engine: ZeroEngine) -> dict[str, Any]:
     """
     with torch.no_grad(), engine.ranks.raise_on_all("read the checkpoint"):
         progress = _fill(directory, engine)
-    engine.refresh_parameters()
+    engine.copy_masters_to_parameters()
     return progress
 
 

@@ -9,9 +9,10 @@ What each of N ranks holds, with 16-bit parameters and gradients and fp32 master
     zero2         all          1/N         1/N
     zero3         1/N          1/N         1/N
 
-A stage decides three things: where gradients go as the backward pass makes them
-(``_end_microbatch``), how their sums reach the optimizer (``_collect_gradients``), and how new
-masters become parameters (``_write_parameters``, ``_exchange_parameters``).
+A stage decides four things: which rank owns what (``_partition_optimizer``,
+``_partition_gradients``), where gradients go as the backward pass makes them (``_end_microbatch``),
+how their sums reach the optimizer (``_collect_gradients``), and how new masters become parameters
+(``_write_parameters``, ``_exchange_parameters``).
 """
 
 from __future__ import annotations
@@ -103,10 +104,13 @@ class ZeroEngine(Engine):
 
     def _update_weights(self, gradients: list[Tensor], scale: float, lr: float) -> None:
         self.shard.update(gradients, scale, lr)
-        self.refresh_parameters()
+        self.copy_masters_to_parameters()
 
-    def refresh_parameters(self) -> None:
-        """Make the parameters equal to the masters, after an update or a resume. Collective."""
+    def copy_masters_to_parameters(self) -> None:
+        """Round every new master into its parameter, on all ranks. Collective.
+
+        It is public because a resume fills the masters from a file, and then calls it.
+        """
         with torch.no_grad():
             for index, state in enumerate(self.shard.states):
                 self._write_parameters(index, state.master)
@@ -120,7 +124,7 @@ class ZeroEngine(Engine):
     # The full parameters
 
     def parameters(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield the masters of trainable and the values of frozen parameters, see Engine."""
+        """Yield masters of trainable parameters and values of frozen ones, see Engine."""
         partition = self.shard.partition
         for name, parameter in self.model.named_parameters():
             if name not in self.trainable:
