@@ -19,13 +19,14 @@ from trainer.core.optimizer import make_hyperparameters
 from trainer.core.partition import Partition
 from trainer.core.schedule import compute_learning_rate
 from trainer.core.settings import CoreSettings
-from trainer.core.shard import MOMENTS
 from trainer.core.zero import ZeroEngine
 from trainer.core.zero3 import Zero3Engine
 
 WRITTEN_AS = "0.19.8"
 """The DeepSpeed version whose layout these files have."""
 MODEL = "mp_rank_00_model_states.pt"
+MOMENTS = ("exp_avg", "exp_avg_sq")
+"""Fields of `FlatState`, which have the same names in the files."""
 
 
 def name_model_file(stage: int, rank: int) -> str:
@@ -102,7 +103,7 @@ def _list_frozen_fragments(engine: ZeroEngine) -> dict[str, Tensor]:
     if not isinstance(engine, Zero3Engine):
         return frozen
     return {
-        member.name: unit.get_piece(member)
+        member.name: unit.shard[member.offset : member.offset + member.piece]
         for unit in engine.units
         for member in unit.members
         if member.name in frozen

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from trainer.checkpoint import files, foreign
-from trainer.checkpoint.deepspeed import MODEL, name_model_file, name_optimizer_file
+from trainer.checkpoint.deepspeed import MODEL, MOMENTS, name_model_file, name_optimizer_file
 from trainer.core.errors import CheckpointError, LayoutError
 from trainer.core.partition import (
     Partition,
@@ -24,7 +24,6 @@ from trainer.core.partition import (
     partition_each_parameter,
     partition_groups,
 )
-from trainer.core.shard import MOMENTS
 from trainer.core.zero import ZeroEngine
 from trainer.core.zero3 import Zero3Engine
 

@@ -17,9 +17,6 @@ from trainer.core.optimizer import ParamGroup, apply_adamw
 from trainer.core.partition import Partition
 from trainer.core.settings import CoreSettings
 
-MOMENTS = ("exp_avg", "exp_avg_sq")
-"""Fields of `FlatState`, which have the same names in checkpoints."""
-
 
 @dataclass
 class FlatState:

@@ -41,6 +41,9 @@ class Unit:
         parameters: (fqn, parameter) with full values; released on return.
         ranks: all ranks of the run.
         device: where the shard is kept.
+
+    Attributes:
+        shard: this rank's pieces of all members, end to end, each with its padding.
     """
 
     def __init__(
@@ -64,7 +67,7 @@ class Unit:
         self.trainable = [m.parameter for m in self.members if m.parameter.requires_grad]
         self.frozen = [m.parameter for m in self.members if not m.parameter.requires_grad]
         self._numel = offset
-        self._shard = torch.cat(pieces).to(device)
+        self.shard = torch.cat(pieces).to(device)
         self.release()
 
     def gather(self) -> None:
@@ -73,7 +76,7 @@ class Unit:
             return
         with torch.no_grad():
             world = self._ranks.world
-            shard = self._shard.to(self._ranks.device)
+            shard = self.shard.to(self._ranks.device)
             rows = shard.new_empty(world * self._numel)
             self._ranks.all_gather(rows, shard)
             rows = rows.view(world, self._numel)
@@ -96,11 +99,7 @@ class Unit:
         for member in self.members:
             if member.name in values:
                 new = values[member.name]
-                self._shard[member.offset : member.offset + new.numel()].copy_(new)
-
-    def get_piece(self, member: Member) -> Tensor:
-        """Return this rank's piece of a parameter, padding included, for a checkpoint."""
-        return self._shard[member.offset : member.offset + member.piece]
+                self.shard[member.offset : member.offset + new.numel()].copy_(new)
 
 
 def _copy_own_piece(whole: Tensor, rank: int, piece: int) -> Tensor:
