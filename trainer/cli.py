@@ -18,7 +18,7 @@ from click.core import ParameterSource
 
 from trainer import environment, launch
 from trainer.choices import Choices
-from trainer.core.errors import SettingsError, TrainerError, explain_permissions
+from trainer.core.errors import SettingsError, TrainerError
 from trainer.resolve import resolve
 from trainer.settings import AUTO, Settings
 
@@ -71,7 +71,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line; return an exit code, after one message for a failure."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     try:
-        with explain_permissions():
+        with launch.explain_permissions():
             command = make_command()
             code = command.main(arguments, prog_name="python -m trainer", standalone_mode=False)
     except click.ClickException as error:

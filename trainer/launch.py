@@ -16,10 +16,11 @@ import sys
 import threading
 import time
 import traceback
+from collections.abc import Iterator
 from multiprocessing import forkserver
 from typing import TYPE_CHECKING, NoReturn
 
-from trainer.core.errors import TrainerError, explain_permissions
+from trainer.core.errors import SettingsError, TrainerError
 from trainer.environment import read_launcher_world_size
 from trainer.settings import Settings
 
@@ -64,6 +65,22 @@ def start(settings: Settings) -> int:
                 _report_and_exit(error, int(os.environ["RANK"]))
             raise
     return 0
+
+
+@contextlib.contextmanager
+def explain_permissions() -> Iterator[None]:
+    """Report a path that the user may not access as an error of the settings.
+
+    Raises:
+        SettingsError: the block raised a PermissionError.
+    """
+    try:
+        yield
+    except PermissionError as error:
+        raise SettingsError(
+            f"{error.filename} cannot be accessed: {error.strerror}",
+            "give paths that this user may read, and a --save that this user may write to",
+        ) from error
 
 
 def _exit_with_starter(parent: int) -> None:

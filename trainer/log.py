@@ -8,6 +8,7 @@ A line of the log: ``step``, ``loss`` (mean over the micro batches), ``loss_hex`
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 import resource
@@ -125,6 +126,15 @@ def _open(settings: Settings) -> IO[str] | None:
             "give --step-log a file that can be written",
             one_rank=True,
         ) from error
+
+
+def hash_parameters(engine: Engine) -> str:
+    """Return the SHA-256 over names, shapes and bytes of the full parameters, in model order."""
+    digest = hashlib.sha256()
+    for name, value in engine.parameters():
+        digest.update(f"{name} {tuple(value.shape)} {value.dtype}\n".encode())
+        digest.update(value.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()
 
 
 def measure_peak_memory(device: torch.device) -> int:

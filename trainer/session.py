@@ -10,11 +10,10 @@ from trainer.checkpoint.background import open_saves
 from trainer.checkpoint.directory import RunDirectory
 from trainer.checkpoint.saving import Resumed
 from trainer.core.data import Corpus
-from trainer.core.loop import Progress, hash_parameters, train
+from trainer.core.loop import Progress, train
 from trainer.core.ranks import Ranks
-from trainer.core.schedule import schedule_ends_early
 from trainer.core.strategies import build_engine
-from trainer.log import StepLog
+from trainer.log import StepLog, hash_parameters
 from trainer.settings import Settings
 
 
@@ -60,7 +59,8 @@ def _print_notes(
         log.print(f"note: {source} does not record its step: steps and samples count from 0")
     if source and resumed.text not in {"", corpus.digest}:
         log.print(f"note: the training text is not the one of {source}")
-    if schedule_ends_early(settings):
+    decays = settings.schedule in {"WarmupDecayLR", "WarmupCosineLR"}
+    if decays and settings.schedule_steps < settings.steps:  # the last steps get the lowest rate
         log.print(f"note: the schedule ends at update {settings.schedule_steps} (--schedule-steps)")
 
 

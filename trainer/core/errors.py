@@ -9,9 +9,6 @@ TrainerError
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-
 
 class TrainerError(Exception):
     """Base of every error that the trainer raises on purpose.
@@ -60,19 +57,3 @@ class TrainingError(TrainerError):
     """Training cannot continue."""
 
     exit_code = 1
-
-
-@contextmanager
-def explain_permissions() -> Iterator[None]:
-    """Report a path that the user may not access as an error of the settings.
-
-    Raises:
-        SettingsError: the block raised a PermissionError.
-    """
-    try:
-        yield
-    except PermissionError as error:
-        raise SettingsError(
-            f"{error.filename} cannot be accessed: {error.strerror}",
-            "give paths that this user may read, and a --save that this user may write to",
-        ) from error

@@ -13,7 +13,6 @@ The caller logs and saves: `train` yields to it after every step.
 
 from __future__ import annotations
 
-import hashlib
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -125,12 +124,3 @@ def _update(
     progress.skipped += update.skipped
     progress.updates += not update.skipped
     return update
-
-
-def hash_parameters(engine: Engine) -> str:
-    """Return the SHA-256 over names, shapes and bytes of the full parameters, in model order."""
-    digest = hashlib.sha256()
-    for name, value in engine.parameters():
-        digest.update(f"{name} {tuple(value.shape)} {value.dtype}\n".encode())
-        digest.update(value.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
-    return digest.hexdigest()

@@ -1,7 +1,7 @@
 """Learning rates by the number of updates, as DeepSpeed's schedulers compute them.
 
-Formulas: deepspeed/runtime/lr_schedules.py, 0.19.8. A scheduler there has the attribute
-``last_batch_iteration``, which is updates - 1; before the first update the rate is the lowest.
+Formulas: deepspeed/runtime/lr_schedules.py, 0.19.8. They count iterations, which are updates - 1;
+the first update, iteration -1, has the lowest rate.
 """
 
 from __future__ import annotations
@@ -21,13 +21,7 @@ def compute_learning_rate(settings: CoreSettings, updates: int) -> float:
     lowest = settings.warmup_min_lr
     if iteration < 0:
         return lowest
-    return lowest + (settings.lr - lowest) * _linear_ratio(settings, iteration)
-
-
-def schedule_ends_early(settings: CoreSettings) -> bool:
-    """Return whether the schedule is shorter than the run, whose last steps get its lowest rate."""
-    decays = settings.schedule in {"WarmupDecayLR", "WarmupCosineLR"}
-    return decays and settings.schedule_steps < settings.steps
+    return lowest + (settings.lr - lowest) * _warmup_decay_ratio(settings, iteration)
 
 
 def _warmup_steps(settings: CoreSettings) -> int:
@@ -40,7 +34,7 @@ def _warmup_ratio(settings: CoreSettings, iteration: int) -> float:
     return 1.0 / math.log(_warmup_steps(settings)) * math.log(iteration + 1)
 
 
-def _linear_ratio(settings: CoreSettings, iteration: int) -> float:
+def _warmup_decay_ratio(settings: CoreSettings, iteration: int) -> float:
     if iteration < _warmup_steps(settings):
         return _warmup_ratio(settings, iteration)
     if settings.schedule == "WarmupLR":
