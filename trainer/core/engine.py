@@ -6,8 +6,8 @@ the loop calls ``run_microbatch``; after the last one it calls ``step``::
     run_microbatch   forward, backward -> _end_microbatch
     step             _collect_gradients -> _compute_norm -> clip -> _update_weights
 
-Stages 2 and 3 and FSDP add gradients to the sums of all ranks during the backward pass, the others
-in ``_end_microbatch``.
+ZeRO stages 2 and 3 and FSDP add gradients to the sums of all ranks during the backward pass, stages
+0 (ddp) and 1 in ``_end_microbatch``.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ class Update:
     """The result of one optimizer step."""
 
     grad_norm: float
-    """Norm of the averaged gradients, unscaled, before clipping; inf or nan on overflow."""
+    """Norm of the averaged gradients, unscaled, before clipping; inf on overflow."""
     skipped: bool
-    """Whether the gradients were not finite, so that nothing changed."""
+    """Whether the gradients were not finite, so that no weight changed."""
 
 
 class Engine(ABC):
@@ -65,12 +65,13 @@ class Engine(ABC):
             tokens: token numbers, int64.
             active_ranks: the gradients of the first so many ranks are added; in the last round of
                 a step, the other ranks may have no micro batch of their own (see ``loop``).
-            last: whether this is the last round of the step, for which fast reduction may wait.
+            last: whether this is the last round of the step; ddp and ZeRO 1 with fast reduction
+                reduce only then.
 
         Returns:
             The mean loss of these tokens, a float32 scalar, detached.
         """
-        self.active_ranks = active_ranks  # gradients are added during the backward pass
+        self.active_ranks = active_ranks  # for the hooks that add gradients in the backward pass
         loss: Tensor = self.model(input_ids=tokens, labels=tokens).loss
         (loss.float() * self.scaler.scale).backward()
         self._end_microbatch(last=last)
@@ -81,22 +82,23 @@ class Engine(ABC):
         with torch.no_grad():
             gradients = self._collect_gradients()
             divisor = self.scaler.scale * self._summed_microbatches
-            average = self._compute_norm(gradients) / divisor
-            finite = math.isfinite(average)
+            grad_norm = self._compute_norm(gradients) / divisor
+            finite = math.isfinite(grad_norm)
             if finite:
                 clip = self.settings.clip
                 # DeepSpeed's formula (0.19.8 runtime/zero/stage_1_and_2.py).
-                excess = max(1.0, (average + 1e-6) / clip) if clip else 1.0
+                excess = max(1.0, (grad_norm + 1e-6) / clip) if clip else 1.0
                 self._update_weights(gradients, 1.0 / (divisor * excess), lr)
             self.scaler.update(overflow=not finite)
         self._clear_gradients()
-        return Update(average, skipped=not finite)
+        return Update(grad_norm, skipped=not finite)
 
     @abstractmethod
     def parameters(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield full (fqn, tensor on the CPU) in model order, ties once; fp32 masters if any.
+        """Yield (name, full tensor on the CPU) of each parameter in model order, tied ones once.
 
-        A tensor is valid until the next one is requested. All ranks must iterate to the end.
+        Trained parameters have their fp32 values. The tensors may share memory with the model. All
+        ranks must iterate to the end.
         """
 
     # What differs between engines
