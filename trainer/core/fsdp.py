@@ -17,18 +17,14 @@ from __future__ import annotations
 from abc import abstractmethod
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
 from trainer.core.engine import Engine
 from trainer.core.fsdp_reduce import UnitSums, order_additions
-from trainer.core.fsdp_units import (
-    broadcast_weights,
-    choose_units,
-    ignore_known_warnings,
-    list_mesh_axes,
-)
+from trainer.core.fsdp_units import choose_units, ignore_known_warnings, list_mesh_axes
 from trainer.core.model import build_model
 from trainer.core.norm import compute_norm
 from trainer.core.optimizer import (
@@ -50,7 +46,7 @@ class FsdpEngine(Engine):
             ranks.device.type, tuple(axes.values()), mesh_dim_names=tuple(axes)
         )
         model = build_model(settings)
-        broadcast_weights(model, ranks)
+        _broadcast_weights(model, ranks)
         # Shapes and frozen parameters must be read before parameters become shards of their unit.
         self.shapes = {name: tuple(p.shape) for name, p in model.named_parameters()}
         self.groups = make_param_groups(model, settings)
@@ -145,3 +141,11 @@ class FsdpEngine(Engine):
                         "exp_avg_sq": torch.zeros_like(parameter),
                     }
         return optimizer
+
+
+def _broadcast_weights(model: nn.Module, ranks: Ranks) -> None:
+    """Give every rank the weights and buffers of rank 0, as FSDP's ``sync_module_states``."""
+    for tensor in (*model.parameters(), *model.buffers()):
+        on_device = tensor.detach().to(ranks.device)
+        dist.broadcast(on_device, src=0)
+        tensor.detach().copy_(on_device)

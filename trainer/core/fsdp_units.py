@@ -1,4 +1,4 @@
-"""What the settings of FSDP mean: mesh axes, and which modules become units."""
+"""What the settings of FSDP mean: mesh axes, units, and warnings of torch that they cause."""
 
 from __future__ import annotations
 
@@ -6,12 +6,10 @@ import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-import torch.distributed as dist
 from torch import nn
 
 from trainer.core.errors import SettingsError
 from trainer.core.model import find_layer_classes
-from trainer.core.ranks import Ranks
 from trainer.core.settings import CoreSettings
 
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict)
@@ -93,14 +91,6 @@ def _check_ties(model: nn.Module, units: dict[str, nn.Module]) -> None:
                 "use --fsdp-auto-wrap-policy TRANSFORMER_BASED_WRAP, or a larger "
                 "--fsdp-min-num-params",
             )
-
-
-def broadcast_weights(model: nn.Module, ranks: Ranks) -> None:
-    """Give every rank the weights and buffers of rank 0, if it has read others. Collective."""
-    for tensor in (*model.parameters(), *model.buffers()):
-        on_device = tensor.detach().to(ranks.device)
-        dist.broadcast(on_device, src=0)
-        tensor.detach().copy_(on_device)
 
 
 @contextmanager
