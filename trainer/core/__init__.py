@@ -21,7 +21,6 @@ fsdp              the same idea in PyTorch: what both generations of FSDP share
 fsdp2             ``fully_shard``, the second generation
 fsdp1             FullyShardedDataParallel, the first generation
 fsdp_reduce       gradients of FSDP, added in micro batch order
-strategies        the class of each strategy
 
 To look up meanwhile:
 
@@ -30,8 +29,9 @@ model_config      the configuration of the model
 schedule          the learning rate of each step
 scaling           the loss scale of fp16
 fsdp_units        which modules FSDP shards together, and the mesh of the ranks
+strategies        the class of each strategy
 errors            what can go wrong, with its exit code
 
-Nothing here knows a file format or another program's configuration, and nothing is imported from
-the rest of ``trainer``.
+Nothing here reads or writes a checkpoint or another program's configuration, and nothing is
+imported from the rest of ``trainer``.
 """

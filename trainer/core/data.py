@@ -3,7 +3,7 @@
 ::
 
     sample number    0  1  2  3 | 4  5  6  7 | 8 ...      the same sequence for any number of ranks
-    2 ranks, step 1  r0 r1 r0 r1
+    2 ranks, step 1  r0 r1 r0 r1    (global batch 4, micro batch 1)
     4 ranks, step 1  r0 r1 r2 r3
 
 No rank has a position of its own, so a change of the number of ranks repeats and skips no sample.
@@ -25,7 +25,7 @@ VOCABULARY = 257
 
 
 def derive_seed(*numbers: int) -> int:
-    """Return a 63-bit seed that depends on the given coordinates of one event only.
+    """Return a 63-bit seed for ``numbers``, such as (seed of the run, epoch).
 
     >>> derive_seed(0, 7) == derive_seed(0, 7) != derive_seed(7, 0)
     True

@@ -58,8 +58,8 @@ def train(
     """Run the steps that are left, and yield after each; ``progress`` counts them.
 
     Raises:
-        TrainingError: the loss or the gradients are not finite; those of a dynamic loss scale
-            may be, and then the step is skipped.
+        TrainingError: the loss or the gradients are not finite. With a dynamic loss scale (fp16),
+            gradients that are not finite skip the step instead.
     """
     while progress.step < settings.steps:
         losses = _run_microbatches(settings, ranks, engine, corpus, progress)
@@ -77,16 +77,17 @@ def _run_microbatches(
     seeded by the number of the first sample, so that its masks do not depend on the number of ranks
     either.
 
-    If N does not divide M, which canonical reduction allows, only the first ranks are active in the
-    last round. The others repeat another micro batch, because they must take part in the
-    collectives; its gradients and its loss are not used.
+    If N does not divide M, which canonical reduction (see `reduce`) allows, only the first ranks
+    are active in the last round. The others repeat another micro batch, because they must take part
+    in the collectives; its gradients and its loss are not used.
     """
     losses: list[Tensor] = []
     for round_number in range(settings.accumulation):
         microbatch = (round_number * ranks.world + ranks.rank) % settings.microbatches
         first = progress.samples + microbatch * settings.micro_batch
         tokens = corpus.get_samples(first, settings.micro_batch).to(ranks.device)
-        torch.manual_seed(derive_seed(settings.seed, 1, first))  # 1: not an epoch's seed
+        # Three numbers: the seed of an epoch, by which `Corpus` shuffles, has two.
+        torch.manual_seed(derive_seed(settings.seed, 1, first))
         active = min(ranks.world, settings.microbatches - round_number * ranks.world)
         last = round_number == settings.accumulation - 1
         losses.append(engine.run_microbatch(tokens, active_ranks=active, last=last))

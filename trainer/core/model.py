@@ -19,7 +19,7 @@ def build_model(settings: CoreSettings, *, meta: bool = False) -> nn.Module:
     The weights come from ``settings.seed``, or from the directory that ``settings.model`` names.
 
     Args:
-        meta: make shapes only, which are all that is needed to read another layout's checkpoint.
+        meta: make shapes without values; a reader of checkpoints needs no more of the model.
 
     Raises:
         SettingsError: the model is unknown or cannot be built, or an option does not fit it.
@@ -46,7 +46,7 @@ def build_model(settings: CoreSettings, *, meta: bool = False) -> nn.Module:
         enable = getattr(model, "activation_checkpointing_enable", None)
         (enable or model.gradient_checkpointing_enable)({"use_reentrant": False})
     model.config.use_cache = False
-    if getattr(model, "loss_type", "") is None:  # the name of GPT-2's class does not give it
+    if getattr(model, "loss_type", "") is None:  # transformers derives none for GPT2LMHeadModel
         model.loss_type = "ForCausalLM"
     _freeze(model, settings.freeze)
     trained: nn.Module = model.train()

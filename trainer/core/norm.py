@@ -1,10 +1,10 @@
 """A sum of squares that has the same bits in any order of addition and over any cut into ranks.
 
 Clipping multiplies every gradient by a number that depends on the norm, so its last bit matters.
-Floating-point addition depends on the order only through rounding. So the squares (exact in
-float64) are split into multiples of a common quantum, with so few bits that no sum of them rounds:
-the sum of each level is exact, in any order. (The idea is pre-rounding: Demmel and Nguyen, "Fast
-Reproducible Floating-Point Summation", ARITH 2013.)
+Floating-point addition depends on the order only through rounding. So each square (exact in
+float64) is split into parts, one for each level. The parts of a level are multiples of its quantum,
+a power of two, with so few bits that no sum of them rounds: it is exact, in any order. (The idea is
+pre-rounding: Demmel and Nguyen, "Fast Reproducible Floating-Point Summation", ARITH 2013.)
 """
 
 from __future__ import annotations
@@ -17,7 +17,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 LEVELS = 3
-"""Each level has 52 - log2(elements) bits: 66 bits below the largest square at 1e9 elements."""
+"""Parts of a square, each of 52 - log2(elements) bits.
+
+With 1e9 elements, the last bit is 66 bits below the largest square.
+"""
 CHUNK = 1 << 20
 """Elements that are squared at a time."""
 

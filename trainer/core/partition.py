@@ -21,13 +21,14 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 Shapes = dict[str, tuple[int, ...]]
+"""The shape of each parameter by name."""
 
 
 @dataclass(frozen=True)
 class Run:
     """Elements [start, stop) of a flattened parameter: a run of elements, not of training.
 
-    They begin at ``offset`` of the piece of flat tensor number ``flat`` that ``rank`` owns.
+    ``rank`` owns them. In its piece of flat tensor number ``flat``, they begin at ``offset``.
     """
 
     name: str
@@ -53,7 +54,7 @@ class Flat:
     piece_numel: int
     """Elements of the piece of each rank, padding included."""
     paddings: tuple[int, ...]
-    """Elements of padding at the end of each rank's piece."""
+    """Stages 1 and 2: elements of padding at the end of each rank's piece, which files record."""
 
 
 @dataclass(frozen=True)
@@ -112,7 +113,7 @@ def _cut_at_pieces(name: str, begin: int, end: int, piece: int, flat: int) -> It
 def partition_each_parameter(
     groups: Sequence[Sequence[str]], shapes: Shapes, world: int, sub_group_size: int | None = None
 ) -> Partition:
-    """Cut every parameter into ceil(numel / world) elements a rank, and lay a rank's end to end.
+    """Cut every parameter into pieces of ceil(numel / world); lay those of a rank end to end.
 
     Args:
         groups: names of the parameters of each param group.

@@ -1,6 +1,7 @@
 """This rank, and the collectives that join it to the others.
 
-Training calls ``all_gather``; `reduce` and `norm` have the collectives that add.
+Training calls only ``all_gather``; `reduce` and `norm` have the collectives that add. What follows
+it is for logs and checkpoints.
 """
 
 from __future__ import annotations
@@ -25,7 +26,8 @@ class Ranks:
     """This rank among ``world`` ranks. One process runs the same code with a world of one.
 
     Attributes:
-        group: a group of all ranks for collectives in the thread that saves; None: the default.
+        group: what the methods communicate in: None, torch's default group, or a group of a thread
+            that saves, because collectives of two threads must not meet.
     """
 
     rank: int

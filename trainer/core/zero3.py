@@ -33,7 +33,7 @@ class Zero3Engine(ZeroEngine):
 
     Forward: gather before a unit's module runs, release after it. Backward: gather when the
     gradient of the unit's output arrives; reduce and release when the last parameter of the unit
-    has its gradient.
+    has its gradient, or release later if the unit has frozen parameters, which get none.
     """
 
     def __init__(self, settings: CoreSettings, ranks: Ranks) -> None:
@@ -74,7 +74,7 @@ class Zero3Engine(ZeroEngine):
         self._backward = True
         for other in self._layers:
             if other is not unit and other.frozen:
-                other.release()  # no gradient shows that its frozen parameters are done
+                other.release()  # its backward pass is over, as that of another layer begins
         unit.gather()
 
     def _after_gradient(self, unit: Unit, parameter: Tensor) -> None:
