@@ -73,7 +73,7 @@ class ReplicatedEngine(ZeroEngine):
     def __init__(self, settings: CoreSettings, ranks: Ranks) -> None:
         super().__init__(settings, ranks)
         self._parameters = FlatParameters(
-            self.shard.partition, self._optimizer_rank, self.trainable, self.dtype, ranks.device
+            self.shard.partition, self.shard.rank, self.trainable, self.dtype, ranks.device
         )
 
     def _partition_optimizer(self, groups: list[tuple[str, ...]], shapes: Shapes) -> Partition:

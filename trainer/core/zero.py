@@ -133,7 +133,7 @@ class ZeroEngine(Engine):
             whole = torch.empty(parameter.numel(), device=self.ranks.device)
             for run in partition.runs[name]:
                 piece = whole[run.start : run.stop]
-                if run.rank == self._optimizer_rank:
+                if run.rank == self.shard.rank:
                     master = self.shard.states[run.flat].master
                     piece.copy_(master[run.offset : run.offset + run.numel])
                 if partition.world > 1:
