@@ -12,6 +12,7 @@ from reshard.containers.pickles import trust
 from reshard.containers.pickles.script_values import SCHEDULER
 from reshard.core.box import Index
 from reshard.core.chunks import Chunk
+from reshard.core.differences import describe_first
 from reshard.core.keys import strip_wrappers
 from reshard.core.manifest import (
     BUFFER,
@@ -57,6 +58,7 @@ from reshard.state_dict.tree import (
 )
 from reshard.system.files import SourceFiles
 from reshard.system.optional import MissingModuleError
+from reshard.system.paths import as_path
 from reshard.training.optimizers import SETTINGS
 from reshard.units import abridge
 
@@ -246,17 +248,14 @@ def _resolve_step(
 
 
 def _refuse_mixed(parsed: ParsedTree) -> None:
-    for path in parsed.differing:
+    for path, (value, file, first, there) in parsed.differing.items():
         if not path:
-            raise CorruptError(parsed.where, "the ranks' files have different contents", MIXED)
+            raise CorruptError(file, f"has other contents than {as_path(there).name}", MIXED)
         is_counter = _COUNTER.fullmatch(str(path[-1])) is not None
         is_random = any(sections.RNG.search(str(part)) for part in path)
         if (is_counter and not is_random) or _is_setting(path):
-            raise CorruptError(
-                parsed.where,
-                f"the values at {format_path(path)!r} differ between the ranks' files",
-                MIXED,
-            )
+            what, name = repr(format_path(path)), as_path(there).name
+            raise CorruptError(file, describe_first(what, value, first, name), MIXED)
 
 
 def _is_setting(path: Sequence[Any]) -> bool:

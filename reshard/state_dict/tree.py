@@ -46,13 +46,17 @@ class LocalTensors:
         return GlobalTensor(first.dtype, first.box.shape, tuple(self.pieces.values()))
 
 
+# Path -> the value that differs and its file, the first rank's value and its file.
+Differing = dict[tuple[Any, ...], tuple[Any, str, Any, str]]
+
+
 @dataclass(slots=True)
 class ParsedTree:
     """The tree of all ranks, before any section is identified, and what is known about the files.
 
     Args:
         globals: names that the pickles refer to.
-        differing: paths at which plain values of the ranks differ.
+        differing: where plain values of the ranks differ, and how.
         plain_is_buffer: whether a plain tensor beside sharded ones is a buffer.
         ordered: whether weights are in the model's order.
         proved: whether the files state how large each tensor is.
@@ -67,7 +71,7 @@ class ParsedTree:
     files: dict[str, SourceFile]
     world: int = 1
     globals: set[str] = field(default_factory=set)
-    differing: Sequence[tuple[Any, ...]] = ()
+    differing: Differing = field(default_factory=dict)
     plain_is_buffer: bool = True
     ordered: bool = True
     proved: bool = True
@@ -146,11 +150,11 @@ def _convert(value: Any, leaf: Callable[[Any], Any], done: dict[int, Any]) -> An
     return done[id(value)]
 
 
-def join_trees(trees: Sequence[Any], names: Sequence[str]) -> tuple[Any, list[tuple[Any, ...]]]:
+def join_trees(trees: Sequence[Any], names: Sequence[str]) -> tuple[Any, Differing]:
     """Join the trees that the ranks saved, in rank order.
 
     Returns:
-        The tree, and the paths at which plain values differ.
+        The tree, and the plain values that differ.
 
     Raises:
         CorruptError: ranks disagree on a tensor's shape, dtype or kind.
@@ -168,7 +172,7 @@ class _Joiner:
     """Walks all ranks' trees at once; a shared container is joined once."""
 
     def __init__(self) -> None:
-        self.differing: list[tuple[Any, ...]] = []
+        self.differing: Differing = {}
         self._done: dict[tuple[int, ...], Any] = {}
 
     def join(self, values: list[tuple[Any, str]], path: tuple[Any, ...]) -> Any:
@@ -183,8 +187,8 @@ class _Joiner:
             return self._done[identity]
         if any(is_tensor(value) for value, _ in values):
             return _join_tensors(values, path)
-        if any(_differs(first, value) for value, _ in values[1:]):
-            self.differing.append(path)
+        if other := next((each for each in values[1:] if _differs(first, each[0])), None):
+            self.differing[path] = (*other, *values[0])
         return first
 
     def _join_containers(self, values: list[tuple[Any, str]], path: tuple[Any, ...]) -> Any:
@@ -197,13 +201,14 @@ class _Joiner:
                 for key in keys
             }
             return rebuild_dict(first, items)
-        if all(type(value) is type(first) and len(value) == len(first) for value, _ in values):
+        others = (v for v in values if type(v[0]) is not type(first) or len(v[0]) != len(first))
+        if not (other := next(others, None)):
             elements = (
                 self.join([(value[i], name) for value, name in values], (*path, i))
                 for i in range(len(first))
             )
             return rebuild_sequence(first, elements)
-        self.differing.append(path)
+        self.differing[path] = (*other, *values[0])
         return first
 
 

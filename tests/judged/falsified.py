@@ -17,7 +17,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -37,6 +37,22 @@ TRIED, REFUSED, REPORTED, UNUSED, ONCE, SILENT, FALSE_ALARM = COLUMNS = (
     *("tried", "refused", "reported", "not used", "stated once", "silent"),
     "false alarms",
 )
+
+
+class Trial(NamedTuple):
+    """A value that was falsified, and what became of it.
+
+    Args:
+        path: the value's place in the file; for a false alarm, the message.
+        refusal: the message, if reading refused it.
+        file, key: whether the message has the file's name, and the key.
+    """
+
+    path: str
+    outcome: str
+    refusal: str = ""
+    file: bool = False
+    key: bool = False
 
 
 @dataclass(frozen=True)
@@ -147,8 +163,8 @@ def load(path: Path) -> Any:
         return torch.load(path, weights_only=False, map_location="cpu")
 
 
-def try_source(source: Source, every: int = 1) -> Iterator[tuple[str, str]]:
-    """Yield the path of each value that was falsified, and what became of it.
+def try_source(source: Source, every: int = 1) -> Iterator[Trial]:
+    """Yield what became of each value that was falsified.
 
     Args:
         every: 2 tries every second value of a file.
@@ -169,7 +185,7 @@ def try_source(source: Source, every: int = 1) -> Iterator[tuple[str, str]]:
             try:
                 known, said = read(source, root)
             except ReshardError as error:
-                yield f"{path.name}: {error}", FALSE_ALARM
+                yield Trial(f"{path.name}: {error}", FALSE_ALARM)
                 path.write_bytes(content)
                 continue
             for value in islice(list_values(state), 0, None, every):
@@ -177,21 +193,26 @@ def try_source(source: Source, every: int = 1) -> Iterator[tuple[str, str]]:
                 value.set(falsify(true))
                 torch.save(state, path)
                 value.set(true)
-                yield value.path, judge(source, root, known, said, is_repeated=is_repeated)
+                outcome, refusal = judge(source, root, known, said, is_repeated=is_repeated)
+                has_file = re.search(rf"(?<![\w.]){re.escape(path.name)}", refusal) is not None
+                keys = [key for key in value.path.split(".") if key.strip("#*_") == key] or [""]
+                yield Trial(value.path, outcome, refusal, has_file, keys[-1] in refusal)
             path.write_bytes(content)
 
 
-def judge(source: Source, root: Path, known: Manifest, said: set[str], *, is_repeated: bool) -> str:
-    """Return what reading makes of a falsified file."""
+def judge(
+    source: Source, root: Path, known: Manifest, said: set[str], *, is_repeated: bool
+) -> tuple[str, str]:
+    """Return what reading makes of a falsified file, and the message that refuses it."""
     try:
         found, warnings = read(source, root)
-    except ReshardError:
-        return REFUSED
+    except ReshardError as error:
+        return REFUSED, str(error)
     if warnings - said:
-        return REPORTED
+        return REPORTED, ""
     if are_same(found, known):
-        return UNUSED
-    return SILENT if is_repeated else ONCE
+        return UNUSED, ""
+    return SILENT if is_repeated else ONCE, ""
 
 
 def main() -> None:
@@ -208,7 +229,7 @@ def main() -> None:
             continue
         family = source.name.split()[0]
         counts[family]["checkpoints"] += 1
-        for path, found in try_source(source, given.every):
+        for path, found, *_ in try_source(source, given.every):
             counts[family][TRIED] += found != FALSE_ALARM
             counts[family][found] += 1
             if found in (SILENT, ONCE, FALSE_ALARM):

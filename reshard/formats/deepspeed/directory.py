@@ -64,8 +64,8 @@ class RankFiles:
             if missing:
                 raise IncompleteError(
                     self.location,
-                    f"{kind} states of {world_size} ranks are expected;"
-                    f" {name_missing(files, missing)}",
+                    f"{kind} states of {world_size} ranks are expected by"
+                    f" {min(self.model.values()).name}; {name_missing(files, missing)}",
                     FETCH_MISSING,
                 )
             if extra:

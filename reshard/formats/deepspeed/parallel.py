@@ -97,7 +97,7 @@ def _find_tensor_size(files: TagFiles, firsts: Sequence[ModelStates]) -> int:
     stated = counts.check_count(where, "tp_degree", declared.get("tp_degree"), default=found)
     if files.layers and found < stated:
         raise IncompleteError(
-            files.location,
+            where,
             f"was saved by {stated} tensor-parallel ranks; there are files of layers of {found}",
             advise_copying(files, "copy the missing layer_* files here"),
         )
@@ -105,7 +105,7 @@ def _find_tensor_size(files: TagFiles, firsts: Sequence[ModelStates]) -> int:
     expected = max(firsts[0].model_ranks, stages * stated)
     if count < expected:
         raise IncompleteError(
-            files.location,
+            where,
             f"was saved by {expected} model-parallel ranks; there are model states of {count}",
             advise_copying(files, "copy the missing mp_rank_* files here"),
         )

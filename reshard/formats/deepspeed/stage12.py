@@ -145,7 +145,7 @@ def _find_layout(
             raise CorruptError(
                 rank.file.path,
                 f"has {numel} elements of the master weights of group {group}, but its"
-                f" {len(shapes)} parameters (with param_alignment_paddings) take {flat.end}, of"
+                f" {len(shapes)} param_shapes (with param_alignment_paddings) take {flat.end}, of"
                 f" which this rank of {len(ranks)} stores {flat.count_stored(position)}",
                 MIXED,
             )

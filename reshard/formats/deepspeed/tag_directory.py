@@ -296,7 +296,7 @@ def _read_optimizer(first: ModelStates, ranks: Sequence[OptimizerStates]) -> Opt
             f"optimizer states of an unknown structure: {', '.join(sorted(map(str, root)))}",
         )
     for rank in select_distinct(ranks):
-        other = tuple(_find_other_settings(rank, first.config, len(ranks)))
+        other = tuple(_find_other_settings(rank, first, len(ranks)))
         claims[rank.file.path] = (*claims.get(rank.file.path, ()), *other)
     param_groups, steps = read_param_groups(ranks, shapes), read_steps(ranks, shapes)
     train = read_train_state(first, groups=param_groups, steps=steps, optimizer_root=root)
@@ -321,21 +321,20 @@ def _read_optimizer(first: ModelStates, ranks: Sequence[OptimizerStates]) -> Opt
     return OptimizerContent(stage, entries, train, warnings, claims, unnamed)
 
 
-def _find_other_settings(
-    rank: OptimizerStates, config: Mapping[str, Any], ranks: int
-) -> Iterator[Claim]:
+def _find_other_settings(rank: OptimizerStates, first: ModelStates, ranks: int) -> Iterator[Claim]:
     # ``ds_config`` and the loss scaler state the same; a script may set another clipping at run
     # time.
+    config, by_config = first.config, f" (ds_config of {as_path(first.file.path).name})"
     expected = {
-        "partition_count": ranks if rank.is_stage_3 else None,  # else of each group: `stage12`
-        "zero_stage": get_zero_section(config).get("stage"),
-        "clip_grad": config.get("gradient_clipping"),
-        "dynamic_loss_scale": (read_scaler(rank.root) or {}).get("dynamic"),
+        "partition_count": (ranks if rank.is_stage_3 else None, ""),  # of a group: `stage12`
+        "zero_stage": (get_zero_section(config).get("stage"), by_config),
+        "clip_grad": (config.get("gradient_clipping"), by_config),
+        "dynamic_loss_scale": ((read_scaler(rank.root) or {}).get("dynamic"), ""),
     }
-    for key, value in expected.items():
+    for key, (value, source) in expected.items():
         stated = rank.root.get(key)
         if isinstance(value, (int, float)) and stated is not None and stated != value:
-            yield Claim(key, shown(stated), "the optimizer", shown(value))
+            yield Claim(key, shown(stated), "the optimizer", f"{shown(value)}{source}")
 
 
 def _has_codes(rank: OptimizerStates, groups: int) -> bool:

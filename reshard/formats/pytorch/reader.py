@@ -399,7 +399,7 @@ def _add_part(whole: ParsedTree, name: str | None, part: ParsedTree) -> None:
     whole.globals |= part.globals
     whole.world = max(whole.world, part.world)
     prefix = () if name is None else (name,)
-    whole.differing = [*whole.differing, *((*prefix, *path) for path in part.differing)]
+    whole.differing |= {(*prefix, *path): found for path, found in part.differing.items()}
     whole.notes += part.notes
     whole.proved = whole.proved and part.proved
     whole.ordered = whole.ordered and part.ordered
