@@ -55,8 +55,10 @@ def test_what_is_not_asked_for_follows(options, ranks, data):
     [
         (
             {"tp": 4, "pp": 4},
-            r"8 ranks: are not a multiple of 16.*\n.*pass --dp N, or --world-size 16$",
+            r"8 ranks: are not a multiple of 16.*\n.*pass --world-size 16$",
         ),
+        ({"tp": 8}, r"\n.*pass --pp 1 as well, or --world-size 16$"),
+        ({"world_size": 7}, r"\n.*pass --pp 1 --tp 1 as well, or --world-size 8$"),
         ({"dp": 2, "world_size": 6}, "is not --dp 2 x 4 model-parallel ranks"),
         ({"ep": 4}, "does not divide the 2 data-parallel ranks"),
         ({"tp": 0}, "tp=0: must be at least 1"),

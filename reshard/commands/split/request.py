@@ -80,7 +80,12 @@ def resolve_request(
     grid = _parse_mesh(options, device)
     parallel = _choose_sizes(manifest, writer, options)
     ranks_before = manifest.origin.world if writer.has_data_parallel_ranks else 1
-    world_size = sizes.choose_world_size(parallel, options.world_size, options.dp, ranks_before)
+    given = {"--pp": options.pp, "--cp": options.cp, "--tp": options.tp}
+    used = {"--pp": parallel.pipeline, "--cp": parallel.context, "--tp": parallel.tensor}
+    kept = {flag: size for flag, size in used.items() if size > 1 and given[flag] is None}
+    world_size = sizes.choose_world_size(
+        parallel, options.world_size, options.dp, ranks_before, kept
+    )
     world_size = grid.world if grid else world_size
     if not 1 <= world_size <= counts.MOST:
         raise UsageError(f"--world-size {world_size}", f"must be from 1 to {counts.MOST} ranks")

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import accumulate, combinations
+from math import prod
 
 from reshard.errors import UsageError
 
@@ -64,10 +65,17 @@ def parse_mesh(mesh: Mapping[str, int]) -> Sizes:
     )
 
 
-def choose_world_size(sizes: Sizes, world: int | None, data: int | None, before: int) -> int:
+def choose_world_size(
+    sizes: Sizes,
+    world: int | None,
+    data: int | None,
+    before: int,
+    kept: Mapping[str, int] | None = None,
+) -> int:
     """Return the number of ranks: the given number, else the source's.
 
     Args:
+        kept: option -> size, for the ``sizes`` that are the source's, and not the user's.
         world, data: the number of all ranks, and of ranks that see different data; None if the
             user does not choose it.
         before: number of ranks of the source. A single one says nothing about the new run, which
@@ -89,7 +97,8 @@ def choose_world_size(sizes: Sizes, world: int | None, data: int | None, before:
             f"{ranks} ranks",
             f"are not a multiple of {sizes.model}, the number of ranks of one copy of the model"
             f" ({sizes})",
-            f"pass --dp N, or --world-size {-(-ranks // sizes.model) * sizes.model}",
+            f"pass {_advise_one(sizes, ranks, kept or {})}--world-size"
+            f" {-(-ranks // sizes.model) * sizes.model}",
         )
     holders, rest = divmod(ranks, sizes.pipeline * (sizes.expert_tensor or sizes.tensor))
     if rest:
@@ -106,6 +115,13 @@ def choose_world_size(sizes: Sizes, world: int | None, data: int | None, before:
             "experts are shared by data-parallel ranks: pass another --ep or --dp",
         )
     return ranks
+
+
+def _advise_one(sizes: Sizes, ranks: int, kept: Mapping[str, int]) -> str:
+    for flags in [*combinations(kept, 1), tuple(kept)]:
+        if ranks % (sizes.model // prod(kept[flag] for flag in flags)) == 0:
+            return f"{' '.join(f'{flag} 1' for flag in flags)} as well, or "
+    return ""
 
 
 def list_chunks(sizes: Sizes) -> list[tuple[int, int]]:

@@ -39,6 +39,7 @@ from reshard.training.state import (
 from reshard.units import round_up
 
 _UNCUT = (".bias", ".lora_A.default.weight")  # in an expert; they rule out ETP above 1
+_MOST_RANKS = 1024  # of a tensor-parallel group, in advice
 _HYSTERESIS = 2  # Megatron-LM's default of --hysteresis
 
 
@@ -302,8 +303,16 @@ def _check_heads(args: Mapping[str, Any], ranks: int) -> None:
     # Several ranks may share a group of query heads if none of them has a part of another. Source:
     # core_v0.16.1 ``core/transformer/transformer_config.py`` (``__post_init__``),
     # ``core/ssm/mamba_mixer.py``.
-    if has_own_configs(args):
-        return
+    problem = _describe_uncut(args, ranks)
+    if problem and not has_own_configs(args):
+        near = range(1, min(2 * ranks, _MOST_RANKS))
+        fitting = [str(size) for size in near if not _describe_uncut(args, size)]
+        advice = f"pass --tp {'|'.join(fitting[-4:])}"
+        raise UsageError(f"tensor-parallel size {ranks}", problem, advice)
+
+
+def _describe_uncut(args: Mapping[str, Any], ranks: int) -> str:
+    """Return which heads cannot be shared by so many ranks; empty: all of them can."""
     counted = ["num_attention_heads"]
     if args.get("experimental_attention_variant") == "gated_delta_net":
         counted += ["linear_num_key_heads", "linear_num_value_heads"]
@@ -312,18 +321,11 @@ def _check_heads(args: Mapping[str, Any], ranks: int) -> None:
     for name in counted:
         heads = args.get(name)
         if type(heads) is int and heads % ranks:
-            raise UsageError(
-                f"tensor-parallel size {ranks}",
-                f"does not divide {name}, which is {heads}",
-                "pass a --tp that does",
-            )
+            return f"does not divide {name}, which is {heads}"
     groups = args.get("num_query_groups") if args.get("group_query_attention") else None
     if type(groups) is int and groups > 0 and groups % ranks and ranks % groups:
-        raise UsageError(
-            f"tensor-parallel size {ranks}",
-            f"neither divides num_query_groups, which is {groups}, nor is a multiple of it",
-            "pass a --tp that does or is",
-        )
+        return f"neither divides num_query_groups, which is {groups}, nor is a multiple of it"
+    return ""
 
 
 def _adapt_args(
