@@ -586,7 +586,7 @@ def _check_coverage(entry: Entry, manifest: Manifest) -> None:
     if len(distinct) == 1 and distinct[0] == whole(entry.shape):
         return
     stored = sum(box.volume for box in distinct)
-    where = entry.where
+    where = entry.where if entry.chunks else manifest.origin.path
     # More elements than the tensor has are found below: some of them overlap.
     if stored < entry.numel:
         raise CorruptError(

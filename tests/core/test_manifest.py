@@ -106,6 +106,9 @@ def test_what_does_not_cover_is_said_of_the_first_file():
             2 * list(manifest((6, 4), [rows(0, 3), rows(3, 6, file="b")]).entries.values())
         )
     assert [error.value.where for error in (hole, overlap, twice)] == ["a"] * 3
+    with pytest.raises(CorruptError) as nothing:
+        check(manifest((6, 4), []))
+    assert nothing.value.where == "/t"
 
 
 def test_scalar_is_one_element_and_never_optional():
