@@ -129,8 +129,9 @@ def average_replicas(
 ) -> Iterator[tuple[Manifest, list[str]]]:
     """Yield a manifest in which replicas that differ are replaced by their mean, and notes.
 
-    The mean is computed in fp32, in rank order, and rounded once. It is stored in a temporary file
-    as long as the context lasts. Buffers are not averaged, because each rank has its own.
+    The mean is computed in fp32 (of fp64 values in fp64), in rank order, and rounded once. It is
+    stored in a temporary file as long as the context lasts. Buffers are not averaged, because each
+    rank has its own.
 
     Args:
         manifest: the checkpoint.
@@ -171,7 +172,9 @@ def average_replicas(
 def _write_means(entry: Entry, path: str, out: BinaryIO, pool: SourceFiles) -> Iterator[Chunk]:
     if entry.dtype.family != "float":
         raise UnsupportedError(
-            entry.fqn, f"differs between ranks, and {entry.dtype.name} cannot be averaged"
+            entry.fqn,
+            f"differs between ranks, and {entry.dtype.name} cannot be averaged",
+            "use the first rank's values with --replicas first",
         )
     for box, copies in group_by_box(entry.chunks).items():
         chunk = contiguous(path, out.tell(), entry.dtype, box)
@@ -186,8 +189,9 @@ def _compute_mean(copies: Sequence[bytearray], dtype: DType) -> bytes:
     import torch
 
     kind = dtype.to_torch()
-    total = torch.frombuffer(copies[0], dtype=kind).to(torch.float32)
+    wide = torch.promote_types(kind, torch.float32)
+    total = torch.frombuffer(copies[0], dtype=kind).to(wide)
     for copy in copies[1:]:
-        total = total + torch.frombuffer(copy, dtype=kind).to(torch.float32)
+        total = total + torch.frombuffer(copy, dtype=kind).to(wide)
     mean = (total / len(copies)).to(kind)
     return mean.view(torch.uint8).numpy().tobytes()

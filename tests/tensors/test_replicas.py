@@ -16,7 +16,7 @@ SAMPLE = Path(__file__).parents[1] / "data" / "meta" / "llama_mp2"
 DRIFTED = "layers.0.attention_norm.weight"
 
 
-@pytest.fixture(params=[torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.fixture(params=[torch.float32, torch.bfloat16, torch.float16, torch.float64], ids=str)
 def drifted(request, tmp_path):
     """Meta's two ranks, of which the second has another norm; and the norms of both."""
     place = tmp_path / "drifted"
@@ -41,7 +41,7 @@ def test_the_first_copy_or_the_mean_is_written_when_asked_for(drifted, tmp_path)
     place, norms = drifted
     wanted = {
         "first": norms[0],
-        "mean": ((norms[0].float() + norms[1].float()) / 2).to(norms[0].dtype),
+        "mean": ((norms[0].double() + norms[1].double()) / 2).to(norms[0].dtype),
     }
     for policy, norm in wanted.items():
         out = tmp_path / f"{policy}.safetensors"
