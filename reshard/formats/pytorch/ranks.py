@@ -26,7 +26,13 @@ from reshard.errors import (
     shown,
 )
 from reshard.formats import huggingface
-from reshard.formats.pytorch.directory import OF_WORLD, RANDOM, is_of_rank, match_rank
+from reshard.formats.pytorch.directory import (
+    OF_WORLD,
+    RANDOM,
+    is_of_rank,
+    is_rank_file,
+    match_rank,
+)
 from reshard.state_dict import sharded_reader, tree
 from reshard.state_dict.tree import ParsedTree
 from reshard.system.paths import as_path
@@ -129,6 +135,18 @@ def _is_numbered_by_rank(files: Mapping[str, Path]) -> bool:
         for first in firsts.values()
         for name in torch_reader.read(files[first]).globals
     )
+
+
+def stands_for_ranks(location: Location) -> bool:
+    """Return whether the chosen file is one rank's, and those of the other ranks lie beside it."""
+    chosen = location.path
+    match = _NUMBERED.fullmatch(chosen.name)
+    if is_rank_file(chosen.name) or not match:
+        return is_rank_file(chosen.name)
+    saver = tree.find_saver(torch_reader.read(chosen))
+    found = (_NUMBERED.fullmatch(name) for name in location.files)
+    numbers = {int(other[2]) for other in found if other and other[1] == match[1]}
+    return saver is not None and saver.needed and numbers == {*saver.ranks}
 
 
 def group_by_family(files: Mapping[str, Path]) -> dict[str, dict[int, Path]]:

@@ -28,7 +28,6 @@ from reshard.formats.pytorch import directory, provenance, torch_checkpointing, 
 from reshard.formats.pytorch.directory import (
     find_dcp_parts,
     is_optimizer_folder,
-    is_rank_file,
 )
 from reshard.formats.pytorch.lost_files import naming_lost_files
 from reshard.formats.pytorch.rank_parts import join_by_rules
@@ -37,6 +36,7 @@ from reshard.formats.pytorch.ranks import (
     find_lost_files,
     group_by_family,
     refuse_copies,
+    stands_for_ranks,
 )
 from reshard.formats.pytorch.stages import (
     Collected,
@@ -80,7 +80,7 @@ def read(location: Location, hints: ReadHints) -> Manifest:
     saved: list[Collected]
     folders: dict[int, Location] = {}
     trainer: dict[str, Any] = {}
-    if location.chosen and not is_rank_file(location.chosen):
+    if location.chosen and not stands_for_ranks(location):
         saved = [(OpenedRanks.open({0: location.path}, alone=True).join(location), [])]
     else:
         chosen, location = location.chosen, directory.add_folders(location.folder)
