@@ -158,7 +158,8 @@ def test_overwriting_is_proposed_only_where_it_would_be_done(tmp_path):
     for overwrite in (False, True):
         with pytest.raises(ExistsError) as raised:
             check_destination(tmp_path / "out", [], is_directory=True, overwrite=overwrite)
-        assert "give --overwrite" not in str(raised.value)
+        assert "pass --overwrite" not in str(raised.value)
+    assert "'global_step3', and it replaces only exported models" in str(raised.value)
 
 
 def test_a_link_out_of_the_way_does_not_hide_the_source(tmp_path):

@@ -157,7 +157,7 @@ def _check_directory(destination: Path, *, overwrite: bool) -> None:
     if foreign:
         raise ExistsError(
             destination,
-            f"--overwrite would delete {foreign[0]!r}, which no model export contains",
+            f"--overwrite would delete {foreign[0]!r}, and it replaces only exported models",
             "remove the directory yourself, or choose another",
         )
 
