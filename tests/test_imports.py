@@ -426,6 +426,7 @@ HOMONYMS = {
     "layouts.mesh": {"fsdp"},
     "layouts.model_parallel.rules": {"megatron"},  # a table of names
     "lightning": {"trainer"},
+    "live": {"torch"},
     "model.build": {"meta"},
     "model.library": {"torch"},
     "naming.options": {"megatron"},  # the same table

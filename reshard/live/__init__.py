@@ -12,3 +12,7 @@ safe_load          a file of torch.save, with classes of known frameworks only; 
 patched_loads      a directory whose files torch and safetensors load from memory
 swapped_optimizer  fills the swap files of a DeepSpeed optimizer that is offloaded to NVMe
 """
+
+from reshard.system.optional import require
+
+require("torch", "loading into a running program")

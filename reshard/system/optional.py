@@ -57,11 +57,11 @@ def needed_for(purpose: str, remedy: str = "") -> Iterator[None]:
         raise explained from error
 
 
-def require(library: str, purpose: str) -> None:
-    """Refuse to go on without a library, before any work is done.
+def require(library: str, purpose: str, remedy: str = "") -> None:
+    """Refuse to go on without a library, before any work is done; arguments as in `explain`.
 
     Raises:
         MissingModuleError: it is not installed.
     """
     if find_spec(library) is None:
-        raise build_error(library, purpose)
+        raise build_error(library, purpose, remedy)

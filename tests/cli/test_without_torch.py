@@ -103,17 +103,35 @@ def test_what_needs_a_library_names_it_and_how_to_install_it(run, line, lacking)
         ("fsspec", "inspect s3://bucket/run", "fsspec s3fs"),
         ("s3fs", "merge s3://bucket/run out", "fsspec s3fs"),
         ("gcsfs", "inspect gs://bucket/run", "fsspec gcsfs"),
+        ("adlfs", "inspect az://container/run", "fsspec adlfs"),
+        ("huggingface_hub", "inspect hf://me/model", "fsspec huggingface_hub"),
         ("huggingface_hub", "merge run/ hf://me/model", "huggingface_hub"),
+        ("diffusers", "verify run/ --model unet/config.json", "diffusers"),
+        ("numpy", "verify run/ --deep", "numpy"),
         ("jinja2", "inspect run/ --html page.html", "jinja2"),
         ("mfusepy", "mount run/ place", "mfusepy"),
     ],
 )
 def test_a_missing_library_is_named_with_the_command_that_installs_it(run, hidden, line, packages):
-    (Path(run.place) / "place").mkdir(exist_ok=True)
+    for folder in ("place", "unet"):
+        (Path(run.place) / folder).mkdir(exist_ok=True)
+    (Path(run.place) / "unet/config.json").write_text('{"_diffusers_version": "0.35"}')
     done = run(line, hidden=hidden)
     assert done.returncode == 2, done.stderr
-    assert f"-> pip install {packages}" in done.stderr
+    assert f"needs {hidden}, which is not installed\n  -> pip install {packages}" in done.stderr
     assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize("hidden", ["isal", "blake3", "peft"])
+def test_what_is_only_faster_or_elsewhere_is_not_needed(run, hidden):
+    done = run("verify run/ --deep", hidden=hidden)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("name", ["accelerate", "dcp", "deepspeed", "transformers", "torchtitan"])
+def test_a_module_for_programs_says_that_it_needs_torch(run, name):
+    done = run("", code=BLOCKED.partition("from reshard")[0] + f"import reshard.{name}")
+    assert "program: needs torch, which is not installed\n  -> pip install torch" in done.stderr
 
 
 def test_a_tensor_without_torch_is_an_error_of_reshard(run):

@@ -12,7 +12,7 @@ from functools import cache
 from typing import Any
 
 from reshard.errors import IncompleteError, UsageError
-from reshard.system.optional import install
+from reshard.system import optional
 from reshard.system.ranges import Range
 from reshard.system.remote.attempts import (
     CREDENTIALS,
@@ -257,11 +257,11 @@ def _filesystem(scheme: str) -> Any:
             logging.getLogger(name).addHandler(logging.NullHandler())
         return fsspec.filesystem(scheme, **_OPTIONS.get(scheme, {}))
     except ImportError as error:
-        raise UsageError(
-            f"{scheme}://",
-            f"needs a library that is not installed: {error}",
-            install("fsspec", *_LIBRARIES.get(scheme, ())),
-        ) from error
+        url, packages = f"{scheme}://", ("fsspec", *_LIBRARIES.get(scheme, ()))
+        for package in packages:
+            optional.require(package, url, optional.install(*packages))
+        problem = f"needs a library that is not installed: {error}"
+        raise UsageError(url, problem, optional.install(*packages)) from error
     except ValueError as error:
         if str(error).startswith("Protocol not known"):
             what = f"is not a URL scheme that fsspec supports: {error}"
