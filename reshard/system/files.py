@@ -6,7 +6,7 @@ import contextlib
 import os
 import resource
 import threading
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -18,7 +18,7 @@ from reshard.system import escaped, signals
 from reshard.system.derived import Derived, Kept, list_files
 from reshard.system.paths import as_path, is_remote
 from reshard.system.ranges import FetchedRanges, Range, merge_ranges
-from reshard.system.threads import map_files
+from reshard.system.threads import are_files_slow, map_files
 from reshard.system.versions import FileVersion, Versioned, refuse_change
 
 if TYPE_CHECKING:
@@ -345,6 +345,7 @@ class Section:
 
     _WHOLE = 64 << 10  # bytes; a section up to this size is read as a whole
     _END = 4 << 10  # bytes to read at each end of a larger section
+    _FEW = 8  # reads
 
     def __init__(self, pool: SourceFiles, path: str, start: int, nbytes: int) -> None:
         self.path = path
@@ -353,7 +354,7 @@ class Section:
         self._pool = pool
         self._read = partial(pool.read, path)
         ends = self.find_ends(start, nbytes)
-        fetched = pool.prefetch((path, *end) for end in ends) if ends[1][1] else []
+        fetched = self._fetch(ends) if ends[1][1] else []
         self._head, self._tail = (self._read(*end) if end[1] else b"" for end in ends)
         self._tail_offset = ends[1][0] - start
         pool.drop(fetched)
@@ -392,11 +393,19 @@ class Section:
 
     def prefetch(self, ranges: Iterable[tuple[int, int]]) -> None:
         """Fetch ranges (offset, nbytes); see `SourceFiles.prefetch`."""
-        self._pool.prefetch(
-            (self.path, self.start + offset, nbytes)
-            for offset, nbytes in ranges
-            if len(self._head) < offset + nbytes <= self.nbytes and offset < self._tail_offset
+        self._fetch(
+            [
+                (self.start + offset, nbytes)
+                for offset, nbytes in ranges
+                if len(self._head) < offset + nbytes <= self.nbytes and offset < self._tail_offset
+            ]
         )
+
+    def _fetch(self, places: Sequence[tuple[int, int]]) -> list[Range]:
+        # A few reads that do not wait are faster one by one; many show whether they wait.
+        if len(places) <= self._FEW and not (is_remote(self.path) or are_files_slow()):
+            return []
+        return self._pool.prefetch((self.path, *place) for place in places)
 
 
 class Descriptor:

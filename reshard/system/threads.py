@@ -225,6 +225,11 @@ def _read_usage() -> tuple[float, int]:
     return usage.ru_utime + usage.ru_stime, usage.ru_nvcsw
 
 
+def are_files_slow() -> bool:
+    """Return whether `map_files` found, in the last seconds, that reads wait."""
+    return time.monotonic() < _Waits.known_until
+
+
 def map_files(items: Iterable[T], act: Callable[[T], R]) -> list[R]:
     """Return `act` of every item, in order, where `act` reads the structure of a file.
 
@@ -238,7 +243,7 @@ def map_files(items: Iterable[T], act: Callable[[T], R]) -> list[R]:
     waiting = list(items)
     results: list[R] = []
     waited = computed = 0.0
-    while len(results) < len(waiting) and time.monotonic() >= _Waits.known_until:
+    while len(results) < len(waiting) and not are_files_slow():
         start = len(results)
         measure = start_measuring()
         results += map(act, waiting[start : start + min(start + 1, _MOST_TIMED)])

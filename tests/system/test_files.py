@@ -6,12 +6,14 @@ import errno
 import os
 import threading
 import time
+from math import inf
 from pathlib import Path
 
 import pytest
 
 from reshard.errors import ReshardError
-from reshard.system.files import Descriptor, SourceFiles
+from reshard.system import threads
+from reshard.system.files import Descriptor, Section, SourceFiles
 
 _CONTENT = bytes(range(256)) * 1024
 
@@ -68,6 +70,19 @@ def test_reads_that_wait_are_in_flight_together(tmp_path, monkeypatch):
         asked = [(path, start, 8) for start in range(0, len(_CONTENT), 8192)]
         assert pool.prefetch(asked) == asked
     assert most > 4
+
+
+@pytest.mark.parametrize("is_slow", [False, True])
+def test_a_few_reads_are_made_together_only_where_they_wait(tmp_path, monkeypatch, is_slow):
+    path, asked = tmp_path / "a", []
+    path.write_bytes(_CONTENT)
+    monkeypatch.setattr(threads._Waits, "known_until", inf if is_slow else 0.0)
+    monkeypatch.setattr(SourceFiles, "prefetch", lambda _, ranges: asked.append([*ranges]) or [])
+    with SourceFiles() as pool:
+        archive = Section(pool, str(path), 0, len(_CONTENT))
+        archive.prefetch([(50_000, 8)])
+        assert archive.read(50_000, 8) == _CONTENT[50_000:50_008]
+    assert [len(ranges) for ranges in asked] == ([2, 1] if is_slow else [])
 
 
 def test_a_file_whose_status_cannot_be_read_is_named(tmp_path, monkeypatch):
