@@ -308,7 +308,7 @@ def test_parts_take_the_cut_of_dtensors_or_that_of_the_rules(tmp_path, ranks):
     """Experts that FSDP ignores differ on each rank, and an average is kept as the ranks' parts."""
     source, rules = tmp_path / "source", tmp_path / "rules.yaml"
     source.mkdir()
-    weights, moments = worlds.run(ranks, worker.save_local_parts, source)[0]
+    losses, weights, moments = worlds.run(ranks, worker.save_local_parts, source)[0]
     rules.write_text("parameters:\n  experts: {cut: column}\n")
     reshard.split(source, tmp_path / "out", to="dcp", world_size=2, rules=rules)
     for path, given in ((source, {"rules": rules}), (tmp_path / "out", {})):
@@ -318,6 +318,9 @@ def test_parts_take_the_cut_of_dtensors_or_that_of_the_rules(tmp_path, ranks):
             assert {name: found[name][...].tolist() for name in found} == moments
     with reshard.open(source, key="ema", rules=rules) as checkpoint:
         assert {n: (2 * checkpoint[n][...]).tolist() for n in checkpoint} == weights
+    for world in (ranks, 5 - ranks):
+        found = worlds.run(world, worker.resume_local_parts, tmp_path / "out")
+        assert found == [pytest.approx(losses, rel=1e-6)] * world
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3])

@@ -314,16 +314,12 @@ def save_slices(ranks, place):
 
 
 def save_local_parts(ranks, place):
-    """Save experts that each rank has for itself, and an average as parts; return the whole."""
-    torch.manual_seed(0)
-    model = nn.Linear(5, 7)
-    experts = nn.Parameter(torch.randn(6 // ranks.world, 2, 7) + ranks.rank)
-    model.experts = experts
-    fully_shard(model, mesh=make_mesh(f"dp={ranks.world}"), ignored_params={experts})
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
-    for _ in range(2):
-        (model(torch.ones(3, 5)) @ model.experts.mT).square().sum().backward()
-        optimizer.step()
+    """Save experts that each rank has for itself, and an average as parts; train on.
+
+    Return the losses after the save, and the whole weights and moments.
+    """
+    model, optimizer, _ = local_parts(ranks, 0)
+    train_local_parts(ranks, model, optimizer, 2)
     weights, slots = model.state_dict(), get_optimizer_state_dict(model, optimizer)
     average = {n: (t.to_local() if isinstance(t, DTensor) else t) / 2 for n, t in weights.items()}
     state = {"model": weights, "ema": average, "optim": slots}
@@ -337,7 +333,46 @@ def save_local_parts(ranks, place):
         return torch.cat(parts).tolist()
 
     moments = {n: join(each["exp_avg"]) for n, each in slots["state"].items()}
-    return {n: join(t) for n, t in weights.items()}, moments
+    weights = {n: join(t) for n, t in weights.items()}
+    return train_local_parts(ranks, model, optimizer, 3), weights, moments
+
+
+def local_parts(ranks, seed):
+    torch.manual_seed(seed)
+    model, mesh = nn.Linear(5, 7), make_mesh(f"dp={ranks.world}")
+    experts = nn.Parameter(torch.randn(6 // ranks.world, 2, 7) + ranks.rank)
+    model.experts = experts
+    fully_shard(model, mesh=mesh, ignored_params={experts})
+    return model, torch.optim.AdamW(model.parameters(), lr=0.1), mesh
+
+
+def train_local_parts(ranks, model, optimizer, steps):
+    """Return the losses over the experts of all ranks, which any number of them computes."""
+    losses = []
+    for _ in range(steps):
+        hidden = model(torch.ones(3, 5))
+        hidden.register_hook(lambda gradient: gradient * ranks.world)  # FSDP takes the mean
+        loss = (hidden @ model.experts.mT).square().sum()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(mean_over_ranks(loss, ranks.world) * ranks.world)
+    return losses
+
+
+def resume_local_parts(ranks, path):
+    """Return the losses after DCP loaded the whole experts into the ranks' parts."""
+    model, optimizer, mesh = local_parts(ranks, 99)
+
+    def cut(tensor):
+        is_part = not isinstance(tensor, DTensor) and tensor.dim()
+        return DTensor.from_local(tensor, mesh, [Shard(0)]) if is_part else tensor
+
+    slots = get_optimizer_state_dict(model, optimizer)
+    states = {n: {k: cut(t) for k, t in each.items()} for n, each in slots["state"].items()}
+    weights = {n: cut(t) for n, t in model.state_dict().items()}
+    dcp.load({"model": weights, "optim": {**slots, "state": states}}, checkpoint_id=path)
+    return train_local_parts(ranks, model, optimizer, 3)
 
 
 def save_automodel(ranks, place, rows):
