@@ -172,18 +172,20 @@ def test_nginx_serves_the_bytes_of_merge(mounted, merged, served):
 
 def test_time_and_inode_change_with_the_source(mounted, place, tmp_path):
     """A web server makes its ETag from them, so no client keeps the previous step's weights."""
-    source = tmp_path / "x.safetensors"
+    source, codes = tmp_path / "x.safetensors", torch.arange(200, 232, dtype=torch.uint8)
 
     def look():
         server = mounted(source)
         status = (place / WEIGHTS).stat()
+        assert bytes(codes) in (place / WEIGHTS).read_bytes()
         subprocess.run(["umount", place], check=True)
         server.wait(LIMIT_S)
         return status.st_size, int(status.st_mtime), status.st_ino
 
     seen = []
     for value in (1.0, 2.0):
-        safetensors.torch.save_file({"a": torch.full((4,), value)}, source)
+        tensors = {"a": torch.full((4,), value), "f4": codes.view(torch.float4_e2m1fn_x2)}
+        safetensors.torch.save_file(tensors, source)
         seen.append(look())
         assert look() == seen[-1]
         time.sleep(1)

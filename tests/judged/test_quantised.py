@@ -29,6 +29,7 @@ from transformers.integrations.finegrained_fp8 import Fp8Quantize
 from transformers.quantizers.quantizer_finegrained_fp8 import FineGrainedFP8HfQuantizer
 
 import reshard
+from reshard.errors import UnsupportedError
 from reshard.filesystem import CheckpointFileSystem
 from tests.judges import begin_worker as worker
 from tests.judges.ranks import run_in_turn
@@ -366,3 +367,10 @@ def test_float4_keeps_its_bits_through_every_command(tmp_path, ranks):
     save_file(want, tmp_path / "other.safetensors")
     (difference,) = reshard.diff(source, tmp_path / "other.safetensors").unequal
     assert (difference.fqn, difference.count) == ("a", 1)
+    with pytest.raises(UnsupportedError, match="codes differ"):
+        reshard.average([source, tmp_path / "other.safetensors"], tmp_path / "mean")
+    save_file({**want, "b": torch.full((3,), 3.0)}, source)
+    reshard.average([source, tmp_path / "other.safetensors"], tmp_path / "mean")
+    mean = load_file(tmp_path / "mean" / "model.safetensors")
+    assert torch.equal(mean["a"].view(torch.uint8), codes)
+    assert mean["b"].tolist() == [2] * 3
