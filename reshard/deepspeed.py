@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import IO, TYPE_CHECKING, Any
 
 from reshard import formats
 from reshard.commands.split.options import SplitOptions
@@ -90,8 +90,9 @@ def load_checkpoint(  # noqa: PLR0913 - the arguments of DeepSpeed's method
     # The files of stage 3 need an optimizer, which a source of weights alone does not have.
     if leaves_optimizer and load_module_only:
         options = {"init_optimizer": "zeros", **options}
-    weights_only = load_module_only and not leaves_optimizer
-    choice = _choose_options(engine, options, tag=tag, weights_only=weights_only)
+    choice = _choose_options(
+        engine, options, tag=tag, weights_only=load_module_only and not leaves_optimizer
+    )
     target = replace(
         describe_program(engine.module, _list_groups(engine)),
         config=config,
@@ -136,10 +137,8 @@ def load_checkpoint(  # noqa: PLR0913 - the arguments of DeepSpeed's method
 
 
 def _offloads_optimizer_to_nvme(engine: Any) -> bool:
-    # DeepSpeed 0.16.9 has the method, 0.16.0 does not; `_refuse_swaps` refuses its engines with
-    # an optimizer in files, whose own load is another.
-    method = getattr(engine, "zero_nvme_offload_optimizer", None)
-    return method is not None and bool(method())
+    # DeepSpeed before 0.16.9 has no such method; `_refuse_swaps` refuses its optimizers in files.
+    return bool(getattr(engine, "zero_nvme_offload_optimizer", bool)())
 
 
 def _find_batch(engine: Any) -> LiveBatch:
@@ -157,13 +156,21 @@ def _discard_second_partitions(engine: Any) -> None:
 
 
 def refuse_config(config: Mapping[str, Any]) -> None:
-    """Refuse a configuration with which DeepSpeed expects other files than those of `split`.
+    """Refuse an old DeepSpeed, and a configuration with which it expects files that `split` lacks.
 
     Raises:
-        UnsupportedError: naming the setting.
+        UnsupportedError: naming the version or the setting.
     """
+    from deepspeed import __version__ as version
+
     from reshard.formats.deepspeed.flat_order import get_section
 
+    if tuple(map(int, version.split(".")[:2])) < (0, 16):  # 0.12.6 trains differently at stage 1
+        raise UnsupportedError(
+            f"DeepSpeed {version}",
+            "is too old to load a checkpoint without files; the oldest is 0.16",
+            "update it, or write files with  reshard split --to deepspeed",
+        )
     if get_section(config, "checkpoint").get("load_universal"):
         raise UnsupportedError(
             "load_universal",
@@ -265,8 +272,7 @@ class _MemoryEngine:
         Raises:
             UnsafeError: the file names a class that is not known to be safe.
         """
-        name = self._find_name(path)
-        return load_safely(self._files.open(name, checks=False), name, map_location)
+        return load_safely(*self._open(path), map_location)
 
     def load_unread(self, path: str) -> Any:
         """Return the object in a file, with an `UnreadTensor` for each tensor.
@@ -274,11 +280,11 @@ class _MemoryEngine:
         Raises:
             UnsafeError: the file names a class that is not known to be safe.
         """
-        name = self._find_name(path)
-        return load_unread(self._files.open(name, checks=False), name)
+        return load_unread(*self._open(path))
 
-    def _find_name(self, path: str) -> str:
-        return Path(path).relative_to(self._folder).as_posix()
+    def _open(self, path: str) -> tuple[IO[bytes], str]:
+        name = Path(path).relative_to(self._folder).as_posix()
+        return self._files.open(name, checks=False), name
 
 
 @contextmanager

@@ -172,6 +172,14 @@ def test_a_configuration_for_other_files_is_refused(config):
         reshard.deepspeed.load_checkpoint(engine, "run")
 
 
+def test_a_deepspeed_older_than_what_was_tried_is_refused(monkeypatch):
+    monkeypatch.setattr("deepspeed.__version__", "0.15.4+cpu")
+    engine = SimpleNamespace(_config=SimpleNamespace(_param_dict={}))
+    with pytest.raises(UnsupportedError, match=r"0.15.4\+cpu: .*oldest is 0.16") as told:
+        reshard.deepspeed.load_checkpoint(engine, "run")
+    assert "reshard split --to deepspeed" in told.value.remedy
+
+
 def test_an_older_deepspeed_with_an_optimizer_in_files_is_refused():
     engine = SimpleNamespace(
         _config=SimpleNamespace(_param_dict={}), optimizer=SimpleNamespace(swap_optimizer=True)
