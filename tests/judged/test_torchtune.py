@@ -1,4 +1,4 @@
-"""torchtune's gathered optimizer, beside weights of either of its checkpointers."""
+"""torchtune's gathered optimizer beside weights of either of its checkpointers, and its DCP."""
 
 from __future__ import annotations
 
@@ -43,3 +43,21 @@ def test_torchtune_resumes_with_its_optimizer_at_other_sizes(family, form, own, 
     shutil.move(source[0], source[0].with_name("epoch_1"))
     again = reshard.inspect([source[0].with_name("epoch_1"), source[1]])
     assert any("is of the end of epoch_0" in each for each in again.manifest.warnings)
+
+
+def test_torchtune_resumes_from_its_dcp_at_other_sizes(tmp_path):
+    ((state, losses),) = worlds.run_in_turn(
+        worker.enter, [(2, worker.save_distributed, tmp_path / "run")]
+    )
+    with reshard.open(tmp_path / "run") as checkpoint:
+        parts = [checkpoint, checkpoint.optimizer("exp_avg"), checkpoint.optimizer("exp_avg_sq")]
+        assert [{name: part[name][...].tolist() for name in part} for part in parts] == state
+    jobs = []
+    for ranks in (3, 1):
+        out = tmp_path / f"out{ranks}"
+        out.mkdir()
+        reshard.split(tmp_path / "run", out / "dist_epoch_0", world_size=ranks)
+        jobs.append((ranks, worker.resume_distributed, out))
+    for found, after in worlds.run_in_turn(worker.enter, jobs):
+        assert found == state
+        assert after == pytest.approx(losses, rel=1e-6)

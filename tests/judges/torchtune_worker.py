@@ -104,6 +104,38 @@ def resume_own(_ranks, family, form, root):
     return _train(model, optimizer, STEPS)
 
 
+def save_distributed(_ranks, path):
+    """Return the state that torchtune's class for DCP saved, and the losses after the save."""
+    _, training = enter()
+    model, optimizer = _build("llama3", None)
+    _train(model, optimizer, 0)
+    state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+    state |= {"seed": 0, "epochs_run": 1, "total_epochs": 3, "max_steps_per_epoch": -1}
+    training.DistributedCheckpointer(path, path).save_checkpoint(state, 0)
+    return _collect(model, optimizer), _train(model, optimizer, STEPS)
+
+
+def resume_distributed(_ranks, path):
+    """Return the same of what torchtune's recipes load in their latest directory of DCP."""
+    _, training = enter()
+    model, optimizer = _build("llama3", None, seed=2)
+    client = training.checkpointing._checkpoint_client.CheckpointClient(_Settings(device="cpu"))
+    client._dcp_checkpointer = training.DistributedCheckpointer(path, path)
+    assert client.load_distributed_checkpoint(model, optimizer)["epochs_run"] == 1
+    return _collect(model, optimizer), _train(model, optimizer, STEPS)
+
+
+class _Settings(dict):
+    __getattr__ = dict.get
+
+
+def _collect(model, optimizer):
+    named = dict(model.named_parameters())
+    slots = ("exp_avg", "exp_avg_sq")
+    parts = [named, *({n: optimizer.state[p][slot] for n, p in named.items()} for slot in slots)]
+    return [{name: each.full_tensor().tolist() for name, each in part.items()} for part in parts]
+
+
 def enter():
     """Import torchtune and its training part once; return them."""
     programs.enter(PROGRAM)
@@ -112,6 +144,7 @@ def enter():
         import torchtune.models.convert_weights
         import torchtune.models.llama3
         import torchtune.models.qwen2._convert_weights
+        import torchtune.training.checkpointing._checkpoint_client
         from torchtune import training
     return torchtune, training
 
@@ -142,13 +175,14 @@ def _make_checkpointer(form, place, family, root):
     )
 
 
-def _build(family, weights):
+def _build(family, weights, seed=1):
     import torchtune
 
-    torch.manual_seed(1)
+    torch.manual_seed(seed)
     sizes = {**SIZES, "embed_dim": WIDTH, "intermediate_dim": INNER, "max_seq_len": 64}
     build = getattr(getattr(torchtune.models, family), family)
     model = build(vocab_size=VOCAB, num_layers=LAYERS, **sizes)
+    weights = model.state_dict() if weights is None else weights
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     for part in (*model.layers, model):
         fully_shard(part, mesh=mesh)
