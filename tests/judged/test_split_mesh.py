@@ -329,7 +329,10 @@ def test_a_layout_of_two_folders_is_kept(tmp_path, ranks):
     rows = [[float(row), -row] for row in range(6)]
     source, out, other = (tmp_path / name for name in ("epoch_0_step_4", "out", "other"))
     worlds.run(ranks, worker.save_automodel, source, rows)
-    reshard.split(source, out, world_size=2)
+    (tmp_path / "mine.json").write_text("{}")
+    (source / "link.json").symlink_to(tmp_path / "mine.json")
+    report = reshard.split(source, out, world_size=2)
+    assert any(note.startswith("link.json was not copied") for note in report.warnings)
     assert {path.name for path in out.iterdir()} == {"model", "optim"}
     reshard.split(source, other, world_size=2, to="dcp")
     for place in (source, out, other):

@@ -7,6 +7,7 @@ import re
 from reshard.core.location import Location
 
 METADATA = ".metadata"
+ADAPTER = "adapter_model.safetensors"
 HF_SHARD = re.compile(r"shard-(\d+)-model-(\d+)-of-(\d+)\.safetensors")
 
 

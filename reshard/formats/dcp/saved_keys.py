@@ -23,7 +23,7 @@ from reshard.core.box import Box, whole
 from reshard.core.chunks import Chunk, contiguous
 from reshard.core.dtypes import UINT8, DType
 from reshard.core.keys import remove_wrappers
-from reshard.core.location import Location, leads_outside
+from reshard.core.location import Location, leads_outside, note_outside
 from reshard.core.manifest import (
     BUFFER,
     MASTER,
@@ -36,12 +36,13 @@ from reshard.core.manifest import (
 )
 from reshard.formats.base import StateConversion
 from reshard.formats.dcp import hf_shards, metadata, reader, writer
-from reshard.formats.dcp.directory import is_hf_shard, is_metadata
+from reshard.formats.dcp.directory import ADAPTER, is_hf_shard, is_metadata
 from reshard.formats.dcp.items import ZIP
 from reshard.formats.dcp.metadata import Block, Metadata, StoredTensor
 from reshard.formats.dcp.writer import CopiedTensor
 from reshard.formats.request import Request
 from reshard.layouts.partition import compute_equal_piece
+from reshard.model.adapter_names import ROOT
 from reshard.quantised import moments
 from reshard.state_dict import torch_state_dict
 from reshard.state_dict.torch_state_dict import StateTensor
@@ -63,8 +64,12 @@ _OF_TRAINER = (
     "OLMo-core's ranks without a file in train/ read train/rank0.pt, and none restores its random"
     " state at another number of ranks"
 )
-# NeMo Automodel 0.7 ``components/checkpoint/checkpointing.py``
+# NeMo Automodel 0.7 ``components/checkpoint/checkpointing.py``; NeMo RL has them one folder lower.
 _SHARDS, _OPTIMIZER = "model", "optim"
+_OF_WEIGHTS = (  # in the folder of the weights
+    *("adapter_config.json", "automodel_peft_config.json"),
+    ".hf_metadata/fqn_to_file_index_mapping.json",
+)
 _SHARD = "shard-00001-model-00001-of-00001.safetensors"  # of whole tensors, which are in one file
 # slime 0.2.2 and miles 0.1.0 ``backends/fsdp_utils/checkpoint.py`` find the step by this file.
 _ITERATION, _TRACKER = re.compile(r"iter_(\d+)"), "latest_checkpointed_iteration.txt"
@@ -100,7 +105,7 @@ class SavedKeys(Request):
         top: the directory that contains them, or the only one.
         beside: the source's other files, name below the top directory -> size.
         iteration: the name of the top directory, if a run has it beside a file with its number.
-        shards: the folder of the weights, if they are shards for Hugging Face beside the items.
+        weights: the file to write, if the weights are one adapter or shards for Hugging Face.
     """
 
     directories: Sequence[SavedDirectory] = ()
@@ -108,7 +113,7 @@ class SavedKeys(Request):
     top: str = ""
     beside: Mapping[str, int] = field(default_factory=dict)
     iteration: str = ""
-    shards: str = ""
+    weights: str = ""
 
 
 def find(conversion: StateConversion) -> SavedKeys | None:
@@ -121,21 +126,17 @@ def find(conversion: StateConversion) -> SavedKeys | None:
     manifest, request = conversion.manifest, conversion.request
     given = conversion.options.given()
     is_new = "param_groups" in given or given.get("init_optimizer") == "zeros"
-    is_partial = conversion.slots_left_out > 0
-    if not request.keeps_layout or is_partial or is_new or request.live.groups:
-        return None
-    if request.rng in ("derive", "drop"):
+    has_changes = is_new or conversion.slots_left_out > 0 or request.rng in ("derive", "drop")
+    if not request.keeps_layout or has_changes or request.live.groups:
         return None
     paths = {PurePosixPath(path) for path in manifest.files}
     parents = sorted({path.parent for path in paths if path.suffix == ".distcp"})
     if not parents:
         return None
     top = PurePosixPath(commonpath(parents))
-    is_beside_trainer = (
-        top.name in _BESIDE and as_path(str(top.parent / _BESIDE[top.name])).exists()
-    )
-    has_shards = _has_shards(paths, top)
-    top = top.parent if is_beside_trainer or has_shards else top
+    trainer, weights = _BESIDE.get(top.name), _find_weights(paths, top)
+    if weights or (trainer and as_path(str(top.parent / trainer)).exists()):
+        top = PurePosixPath(commonpath([weights or top.parent, top]))
     if not all(path.is_relative_to(top) for path in paths):
         return None
     directories = [_read_directory(parent, top) for parent in parents]
@@ -150,16 +151,20 @@ def find(conversion: StateConversion) -> SavedKeys | None:
         directories=found,
         owners=owners,
         top=str(top),
-        beside=_find_files_beside(manifest, top, is_own=is_of_run or top not in parents),
+        beside=_find_beside(conversion, top, is_own=is_of_run or top not in parents),
         iteration=top.name if is_of_run else "",
-        shards=_SHARDS if has_shards else "",
+        weights=weights.relative_to(top).as_posix() if weights else "",
     )
 
 
-def _has_shards(paths: Iterable[PurePosixPath], top: PurePosixPath) -> bool:
-    shards = [path for path in paths if is_hf_shard(path.name)]
-    folder = top.with_name(_SHARDS)
-    return top.name == _OPTIMIZER and bool(shards) and all(p.parent == folder for p in shards)
+def _has_weights(path: PurePosixPath) -> bool:
+    return is_hf_shard(path.name) or path.name == ADAPTER
+
+
+def _find_weights(paths: Iterable[PurePosixPath], top: PurePosixPath) -> PurePosixPath | None:
+    found = {p if p.name == ADAPTER else p.with_name(_SHARD) for p in paths if _has_weights(p)}
+    is_one = len(found) == 1 and {path.parent.name for path in found} == {_SHARDS}
+    return found.pop() if is_one and top.name == _OPTIMIZER else None
 
 
 def _read_directory(path: PurePosixPath, top: PurePosixPath) -> SavedDirectory | None:
@@ -170,45 +175,32 @@ def _read_directory(path: PurePosixPath, top: PurePosixPath) -> SavedDirectory |
     return SavedDirectory("/".join(path.relative_to(top).parts), str(location), about)
 
 
-def _find_files_in(top: PurePosixPath, name: str) -> dict[str, str]:
-    root = as_path(str(top))
-    folder = Location([root]).folders.get(name)
-    files = folder.files.items() if folder else ()
-    return {f"{name}/{n}": str(path) for n, path in files if not leads_outside(path, root)}
-
-
-def _find_rank_states(top: PurePosixPath) -> dict[str, str]:
-    # NeMo Automodel's ``save_on_dp_ranks`` and ``save_on_global_ranks``, and how it numbers shards
-    # of the consolidated model.
-    root = as_path(str(top))
-    index = root / _SHARDS / ".hf_metadata" / "fqn_to_file_index_mapping.json"
-    found = [index] if index.is_file() else []
-    for name, folder in Location([root]).folders.items():
-        form = re.compile(rf"{re.escape(name)}_(dp|global)_rank_\d+\.pt")
-        found += [path for file, path in folder.files.items() if form.fullmatch(file)]
-    inside = (path for path in found if not leads_outside(path, root))
-    return {path.relative_to(root).as_posix(): str(path) for path in inside}
-
-
-def _find_files_beside(manifest: Manifest, top: PurePosixPath, *, is_own: bool) -> dict[str, int]:
+def _find_beside(
+    conversion: StateConversion, top: PurePosixPath, *, is_own: bool
+) -> dict[str, int]:
     # If programs keep DCP's directories in one of their own, they also keep notes there that are
     # not tensors, such as the step in a JSON file, without which they do not resume.
     beside = {
         path.removeprefix(f"{top}/"): file.nbytes
-        for path, file in manifest.files.items()
-        if not path.endswith(".distcp") and not is_hf_shard(PurePosixPath(path).name)
+        for path, file in conversion.manifest.files.items()
+        if not path.endswith(".distcp") and not _has_weights(PurePosixPath(path))
     }
-    added = _find_files_in(top, _BELOW[top.name]) if top.name in _BELOW else {}
+    root = as_path(str(top))
+    place = Location([root])
+    notes = place.files.items() if is_own else ()
+    found = [path for name, path in notes if path.suffix in _NOTES and not is_metadata(name)]
+    whole = (_BELOW.get(top.name), _TRAINER if is_own else None)
+    found += [p for n, folder in place.folders.items() if n in whole for p in folder.files.values()]
     if is_own:
-        files = Location([as_path(str(top))]).files
-        notes = {
-            name: str(path)
-            for name, path in files.items()
-            if path.suffix in _NOTES and not is_metadata(name)
-        }
-        added |= {**notes, **_find_files_in(top, _TRAINER), **_find_rank_states(top)}
-    beside.update((name, get_size(path)) for name, path in added.items())
-    return beside
+        names = [f"{at}/{name}" for at in ("model", "weights/model") for name in _OF_WEIGHTS]
+        found += [path for name in names if (path := root / name).is_file()]
+        for name, folder in place.folders.items():
+            form = re.compile(rf"{re.escape(name)}_(dp|global)_rank_\d+\.pt")
+            found += [path for file, path in folder.files.items() if form.fullmatch(file)]
+    outside = [path for path in found if leads_outside(path, root)]
+    conversion.notes.warnings += note_outside(outside)
+    inside = (path for path in found if path not in outside)
+    return beside | {path.relative_to(root).as_posix(): get_size(path) for path in inside}
 
 
 def _find_owners(
@@ -220,9 +212,9 @@ def _find_owners(
     items = _ItemIndex(directories)
     owners: dict[tuple[str, str], Key] = {}
     for entry in manifest.entries.values():
-        files = {PurePosixPath(chunk.file).name for chunk in entry.chunks}
-        if entry.kind in WEIGHT_KINDS and all(map(is_hf_shard, files)):
-            continue  # its shard is written anew
+        files = {PurePosixPath(chunk.file) for chunk in entry.chunks}
+        if entry.kind in WEIGHT_KINDS and all(map(_has_weights, files)):
+            continue  # its file is written anew
         is_decoded = moments.is_decoded(entry)
         if is_decoded and not moments.cuts_blocks(entry, _list_starts(entry, ranks)):
             continue  # its codes are copied; torchao reads no part of a block
@@ -316,11 +308,14 @@ def lay_out(state: WritableState, saved: SavedKeys) -> LaidOut:
         leaves, items = _build_leaves(directory, saved.owners, values)
         parts.append(writer.lay_out_leaves(leaves, shards=ranks, directory=directory.folder))
         copied += items
-    if saved.shards:
+    if saved.weights:
         tensors = torch_state_dict.choose_whole_weights(state, saved.dtype)
+        prefix = ROOT if saved.weights.endswith(ADAPTER) else ""
+        tensors = [(replace(entry, fqn=prefix + entry.fqn), dtype) for entry, dtype in tensors]
         about = hf_shards.describe_whole(entry for entry, _ in tensors)
-        name = f"{saved.shards}/{_SHARD}"
-        parts.append(safetensors_shards.lay_out_file(name, tensors, about))
+        part = safetensors_shards.lay_out_file(saved.weights, tensors, about)
+        own = [replace(entry, fqn=entry.fqn.removeprefix(prefix)) for entry in part.entries]
+        parts.append(replace(part, entries=tuple(own)))
     for name, size in saved.beside.items():
         path = f"{saved.top}/{name}"
         parts.append(copied_files.lay_out(name, path))

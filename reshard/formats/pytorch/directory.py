@@ -42,7 +42,6 @@ _STRONG = re.compile(  # a directory with one of these is a training checkpoint,
 _LITGPT = "lit_model.pth"
 _LITGPT_ADAPTERS = tuple(f"{_LITGPT}{suffix}" for suffix in (".lora", ".adapter", ".adapter_v2"))
 _HF_SHARD = re.compile(r"-\d+-of-(\d+)\.bin$")
-ADAPTER = "adapter_model.safetensors"
 _ARGUMENTS = "training_args"
 SLICES = "metadata.pkl"
 _SLICE = re.compile(r".*\d\.safetensors")
@@ -117,10 +116,10 @@ def find_dcp_parts(location: Location) -> dict[str, Location]:
         for name, inner in _INNER.items()
         if (folder := location.folders.get(name))
         and (place := folder if _is_of_dcp(folder) else folder.folders.get(inner))
-        and (_is_of_dcp(place) or (name == _WEIGHTS and ADAPTER in place.files))
+        and (_is_of_dcp(place) or (name == _WEIGHTS and dcp.ADAPTER in place.files))
     }
     model = location.folders.get("model")
-    if model and ADAPTER in model.files and any(map(is_optimizer_folder, parts)):
+    if model and dcp.ADAPTER in model.files and any(map(is_optimizer_folder, parts)):
         parts["model"] = model
     found = parts | pair if len(pair) == len(_INNER) else parts
     schedulers = {

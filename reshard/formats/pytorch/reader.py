@@ -46,7 +46,7 @@ from reshard.formats.pytorch.stages import (
     join_stages,
 )
 from reshard.model import ModelHint
-from reshard.model.adapter_names import VERL, name_in_model, rename_from_diffusers
+from reshard.model.adapter_names import ROOT, VERL, name_in_model, rename_from_diffusers
 from reshard.state_dict import assemble, sections
 from reshard.state_dict.global_tensor import GlobalTensor
 from reshard.state_dict.tree import ParsedTree
@@ -57,7 +57,6 @@ from reshard.units import abridge
 
 _WEIGHTS = re.compile(r"(adapter_)?model(_\d+)?\.safetensors")
 _ADAPTER_CONFIG = "adapter_config.json"
-_OF_PEFT = "base_model.model."
 _EXTRA_STATE = "extra_state"  # VeOmni 0.1.12 ``checkpoint/dcp_checkpointer.py``
 _OF_STEP = re.compile(r"(?:model|optim(?:izer)?)_(\d{5,})")
 _LATEST = re.compile(r"(.*[-_])?(latest|last|final)")
@@ -321,10 +320,10 @@ def _collect_parts(
     parts, adapted = find_dcp_parts(location), location
     for name, folder in parts.items():
         # NeMo Automodel 0.7 saves ``model`` as shards for Hugging Face, and ``optim`` as items.
-        if directory.ADAPTER in folder.files:
-            adapter = _read_safetensors(folder, folder.files[directory.ADAPTER])
+        if dcp.ADAPTER in folder.files:
+            adapter = _read_safetensors(folder, folder.files[dcp.ADAPTER])
             # Automodel's optimizer has the names of the model, to which PEFT adds a prefix.
-            adapter.root = {fqn.removeprefix(_OF_PEFT): leaf for fqn, leaf in adapter.root.items()}
+            adapter.root = {fqn.removeprefix(ROOT): leaf for fqn, leaf in adapter.root.items()}
             _add_part(whole, copied_files.ADAPTER, adapter)
             adapted = folder
             continue
