@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 from pathlib import Path
 
@@ -9,7 +10,8 @@ import pytest
 
 from reshard.engine.output import commit
 from reshard.engine.output.destination import check_destination
-from reshard.errors import ExistsError, ReshardError, UsageError
+from reshard.engine.output.temporary import temporary
+from reshard.errors import ExistsError, ReshardError, ResourceError, UsageError
 from reshard.system.ranks.heartbeat import build_connection_error
 from reshard.system.ranks.team import Team
 from reshard.system.ranks.torchrun import Ranks
@@ -187,3 +189,9 @@ def test_a_directory_without_write_permission_is_an_error_before_any_work(tmp_pa
     monkeypatch.setattr(os, "access", lambda path, _mode: path != tmp_path)
     with pytest.raises(ReshardError, match=f"you may not write to {tmp_path}"):
         check_destination(tmp_path / "x.html", [], is_directory=False, overwrite=False)
+
+
+def test_a_full_disk_of_temporary_files_is_not_that_of_the_output():
+    with pytest.raises(ResourceError, match="TMPDIR"), temporary() as folder:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    assert not Path(folder).exists()

@@ -26,14 +26,14 @@ from reshard.errors import ExistsError, ReshardError, ResourceError, UsageError
 from reshard.system import signals, threads
 
 _SYNCS = 16  # concurrent calls of fsync
-_FULL = (errno.ENOSPC, errno.EDQUOT)
+FULL = (errno.ENOSPC, errno.EDQUOT)
 _NO_LOCKS = (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP, errno.EINVAL)  # flock is not supported
 _BLOCK = 512  # bytes: the unit of st_blocks
 
 
 def build_disk_error(path: Path, error: OSError) -> ReshardError:
     """Return the error to raise for a system error while writing to ``path``."""
-    if error.errno in _FULL:
+    if error.errno in FULL:
         return ResourceError(
             path.parent,
             f"the disk is full ({error.strerror})",
