@@ -190,9 +190,12 @@ def read(path: Path) -> Contents:
     """Read a manifest file.
 
     Raises:
-        UsageError: the file does not exist.
+        UsageError: the file does not exist, or is a directory.
         CorruptError: the file is not a manifest, or was altered.
     """
+    if path.is_dir():
+        remedy = f"to compare with a checkpoint: reshard diff SOURCE {path}"
+        raise UsageError(path, "is a directory, not the file of a manifest", remedy)
     if not path.is_file():
         raise UsageError(
             path,

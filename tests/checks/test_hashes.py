@@ -181,8 +181,9 @@ def test_an_altered_manifest_is_refused(source, manifest, tmp_path):
         broken.write_text(content)
         with pytest.raises(CorruptError):
             reshard.verify(source, against=broken)
-    with pytest.raises(UsageError):
-        reshard.verify(source, against=tmp_path / "nowhere.json")
+    for wrong, remedy in ((tmp_path / "nowhere.json", "--write-manifest"), (tmp_path, "diff")):
+        with pytest.raises(UsageError, match=remedy):
+            reshard.verify(source, against=wrong)
 
 
 def test_a_manifest_is_not_replaced_unless_asked(source, manifest):
