@@ -68,20 +68,6 @@ _UNIVERSAL = fields(
     sub_param_shard_widths=maybe(mapping(TEXT, maybe(sequence(sequence(COUNT))))),
     affine_map=maybe(fields(params=maybe(mapping(TEXT, _MAP)))),
 )
-AUTOEP_LAYERS = sequence(
-    record(
-        moe_layer_id=COUNT,
-        module_path=TEXT,
-        num_experts=COUNT,
-        num_local_experts=COUNT,
-        ep_size=COUNT,
-    )
-)
-AUTOEP_PLACEMENTS = sequence(  # not in the first versions of AutoEP
-    fields(
-        expert_placement=record(ranks=sequence(record(rank=COUNT, experts=sequence(COUNT)))),
-    )
-)
 MODEL_KEYS = {
     "module": maybe(mapping(TEXT)),
     "buffer_names": maybe(sequence(TEXT)),

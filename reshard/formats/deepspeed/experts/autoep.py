@@ -21,13 +21,12 @@ from reshard.core.box import Box, Index
 from reshard.core.chunks import Chunk
 from reshard.core.manifest import PARAM, Entry, Key, Manifest, ParamGroup, index_entries
 from reshard.core.renames import check_parts_dtype, replace_tensors
-from reshard.core.schema import expect
+from reshard.core.schema import COUNT, TEXT, expect, fields, record, sequence
 from reshard.core.views import Put, Reshape, apply_views
 from reshard.errors import FETCH_MISSING, MIXED, CorruptError, IncompleteError, UnsupportedError
 from reshard.formats.deepspeed import tag_directory
 from reshard.formats.deepspeed.directory import TagFiles
 from reshard.formats.deepspeed.experts.layout import has_experts
-from reshard.formats.deepspeed.schemas import AUTOEP_LAYERS, AUTOEP_PLACEMENTS
 from reshard.formats.deepspeed.states import ModelStates, make_whole_entry
 from reshard.system.threads import map_files_by_key
 
@@ -35,6 +34,20 @@ _PARTS = ("w1", "w2", "w3")
 _OWN_NAMES = (  # settings that replace the names of DeepSpeed's presets
     *("moe_layer_pattern", "expert_pattern", "router_pattern", "shared_experts_pattern"),
     *("shared_experts_gate_pattern", "expert_w1", "expert_w2", "expert_w3"),
+)
+_LAYERS = sequence(
+    record(
+        moe_layer_id=COUNT,
+        module_path=TEXT,
+        num_experts=COUNT,
+        num_local_experts=COUNT,
+        ep_size=COUNT,
+    )
+)
+_PLACEMENTS = sequence(  # not in its first versions
+    fields(
+        expert_placement=record(ranks=sequence(record(rank=COUNT, experts=sequence(COUNT)))),
+    )
 )
 _WITHOUT_AUTOEP = (
     "trained with AutoEP: the names are those of the model without it. A DeepSpeed run that goes on"
@@ -162,7 +175,7 @@ def _refuse_own_names(first: ModelStates) -> None:
 def _read_layers(first: ModelStates) -> tuple[list[_ExpertLayer], int]:
     listed = first.root["ds_autoep_layers"]
     path = first.file.path
-    for kind in (AUTOEP_LAYERS, AUTOEP_PLACEMENTS):
+    for kind in (_LAYERS, _PLACEMENTS):
         expect(path, listed, kind, "ds_autoep_layers")
     layers = []
     for entry in listed:
