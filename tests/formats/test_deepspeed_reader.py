@@ -11,7 +11,7 @@ import torch
 
 from reshard import formats
 from reshard.containers import torch_reader
-from reshard.errors import IncompleteError, UnsupportedError
+from reshard.errors import IncompleteError, StaleError, UnsupportedError
 from reshard.formats.deepspeed.states import ModelStates
 
 
@@ -66,11 +66,42 @@ def test_experts_of_more_ranks_than_there_are_are_refused(tmp_path):
         formats.read(run)
 
 
-def test_a_run_without_any_file_of_its_experts_is_incomplete(tmp_path):
-    run = save(tmp_path, module={"x.deepspeed_moe.gate.wg.weight": torch.ones(2, 2)})
-    save(tmp_path, "expp_rank_0_mp_rank_00_optim_states.pt", optimizer=None)
-    with pytest.raises(IncompleteError, match="but no experts"):
+@pytest.mark.parametrize("name", ["expp_rank_0_mp", "zero_pp_rank_0_mp"])
+def test_a_run_without_any_file_of_its_experts_is_incomplete(name, tmp_path):
+    module = {"x.deepspeed_moe.gate.wg.weight": torch.ones(2, 2)}
+    run = save(tmp_path, module=module, num_experts=[2])
+    save(tmp_path, f"{name}_rank_00_optim_states.pt", optimizer=None)
+    with pytest.raises(IncompleteError, match="no file of an expert"):
         formats.read(run)
+
+
+def test_experts_of_more_tensor_ranks_than_there_are_belong_to_another_run(tmp_path):
+    """They show no tensor-parallel ranks that share an expert."""
+    name = "x.deepspeed_moe.experts.deepspeed_experts.0.weight"
+    run = save(tmp_path, module={"x.deepspeed_moe.gate.wg.weight": torch.ones(2, 2)})
+    for rank in (0, 1):
+        save(tmp_path, f"mp_rank_0{rank}_model_states.pt", module={}, mp_world_size=2)
+    for rank in (0, 5):
+        name_of_file = f"layer_0_expert_0_mp_rank_0{rank}_model_states.pt"
+        save(tmp_path, name_of_file, **{name: torch.ones(2)})
+    save(tmp_path, "expp_rank_0_mp_rank_00_optim_states.pt", optimizer=None)
+    with pytest.raises(StaleError, match=r"mp_rank_05.*more tensor-parallel ranks than the 2"):
+        formats.read(run)
+
+
+@pytest.mark.parametrize("told", [{"mp_world_size": 2}, {"num_experts": [1]}])
+def test_the_weights_of_one_file_are_not_advised_if_others_have_a_part(told, tmp_path):
+    name = "x.deepspeed_moe.experts.deepspeed_experts.0.weight"
+    shapes = [{"x.w": torch.Size([2]), name: torch.Size([2])}]
+    root = {"module": {"x.w": torch.ones(2)}, "param_shapes": shapes, "dp_world_size": 2, **told}
+    run = save(tmp_path, **root)
+    if "num_experts" in told:
+        save(tmp_path, "layer_0_expert_0_mp_rank_00_model_states.pt", **{name: torch.ones(2)})
+    else:
+        save(tmp_path, "mp_rank_01_model_states.pt", **root)
+    with pytest.raises(IncompleteError, match=r"no \*_optim_states") as raised:
+        formats.read(run)
+    assert "--from torch" not in str(raised.value)
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from reshard.core.location import Location
 from reshard.core.manifest import Manifest
-from reshard.errors import IncompleteError, UsageError
+from reshard.errors import FETCH_MISSING, IncompleteError, UsageError
 from reshard.formats.base import (
     Format,
     ReadHints,
@@ -64,6 +64,12 @@ def _read_state(location: Location, rules: Path | None, find_divisions: FindDivi
 
         _check_rules(rules)
         return autoep.read(files, first)
+    if not files.experts and (files.expert_optim or first.root.get("num_experts")):
+        raise IncompleteError(
+            location,
+            "is of a run with experts, but no file of an expert is there (layer_*_expert_*)",
+            FETCH_MISSING,
+        )
     if files.is_parallel or first.model_ranks > 1:
         from reshard.formats.deepspeed import parallel
 

@@ -42,17 +42,10 @@ def open_experts(files: TagFiles, first: ModelStates) -> list[Expert]:
     one rank if there are more.
 
     Raises:
-        IncompleteError: an expert's file is missing, or all are.
+        IncompleteError: an expert's file is missing.
         StaleError: there are files of more experts than the model has, or of another step.
         CorruptError: a file does not hold its expert alone, or not the same tensors as the others.
     """
-    if not files.experts:
-        raise IncompleteError(
-            files.location,
-            "contains optimizer states of expert-parallel ranks (expp_rank_*), but no experts"
-            " (layer_*_expert_*)",
-            FETCH_MISSING,
-        )
     paths: dict[int, dict[int, Path]] = {}
     for (layer, number), ranks in sorted(files.experts.items()):
         others = [path for rank, path in sorted(ranks.items()) if rank not in files.ranks]

@@ -91,7 +91,8 @@ def read(files: TagFiles, firsts: Sequence[ModelStates], tensor: int) -> TensorR
             "contains experts of a pipeline-parallel run, which reshard reads only if every stage"
             " has some, and no tensor-parallel ranks",
         )
-    if has_stages or any(len(ranks) > 1 for ranks in files.experts.values()):
+    known = files.ranks.keys()
+    if has_stages or any(len(known & ranks.keys()) > 1 for ranks in files.experts.values()):
         parts = [reader.read(files.select(number), first) for number, first in enumerate(firsts)]
         return TensorRanks(parts)
     return _read_whole_experts(optimizers.leave_out_repeated(files), firsts)
