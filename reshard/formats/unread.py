@@ -27,7 +27,7 @@ _NO_STATE = re.compile(
     r"events\.out\.tfevents.*|latest.*|last_checkpoint|training_args\.bin|zero_to_fp32\.py"
     r"|\.git.*|\.DS_Store|\.lock|.*\.(md|txt|log|out|err|html?|png|jpe?g|gif|svg|pdf|csv|tsv|py"
     r"|sh|ipynb|lock|tmp|partial|ya?ml|toml|ini|cfg)|LICENSE.*|README.*|.*\.index\.json"
-    r"|.*\.metadata|metadata\.json|fsdp_config\.json|ckpt_contents\.json|\.ready"
+    r"|.*\.metadata|metadata\.json|(fsdp_config|ckpt_contents|transformer_config)\.json|\.ready"
 )
 _NO_STATE_FOLDER = re.compile(
     r"logs?|runs|wandb|tensorboard|lightning_logs|mlruns|configs?|code|\..*|__pycache__|.*\.partial"

@@ -576,6 +576,7 @@ def test_verl_saves_one_checkpoint_in_three_directories(tmp_path):
         with reshard.open(place) as checkpoint:
             train = checkpoint.manifest.train
             assert checkpoint.manifest.origin.mesh["pp"] == 2
+            assert not checkpoint.manifest.warnings  # every file is read
             assert (train.step, train.scheduler["num_steps"]) == (3, 24)
             assert train.rng
             assert len(train.param_groups) == 2
@@ -740,6 +741,17 @@ def test_lion_has_the_matrices_of_layers_and_of_experts_and_adam_the_rest(unpack
             members[group.hyper.get("optimizer")] -= set(group.fqns)
         assert members == {"adam": set(), None: set()}
         assert train.optimizer_step.keys() == adams
+
+
+def test_a_rank_without_the_optimizer_of_its_stage_is_refused(unpacked, tmp_path):
+    """Its experts would have no state, and the dense layers that of another rank."""
+    run = unpacked(of_019("mixtral_lion_ep2")) / "torch"
+    for rank in ("000", "001"):
+        copy = shutil.copytree(run, tmp_path / rank)
+        path = copy / STEP / f"mp_rank_00_{rank}" / "model_optim_rng.pt"
+        change(path, optimizer=None)
+        with pytest.raises(IncompleteError, match=f"rank_00_{rank}/.*has no optimizer, but other"):
+            formats.read([copy])
 
 
 @pytest.mark.parametrize(

@@ -158,7 +158,14 @@ def _collect_random(
 
 def _check_ranks(opened: Mapping[GridPosition, RankFile], args: Arguments) -> None:
     first = next(iter(opened.values()))
+    heads: dict[int, RankFile] = {}
     for rank, file in opened.items():
+        # The ranks of a stage train the same layers. Another stage may have frozen ones alone.
+        pair = file, heads.setdefault(rank.pp, file)
+        lacking = [one for one in pair if one.root.get("optimizer") is None]
+        if len(lacking) == 1:
+            text = "has no optimizer, but other ranks of its pipeline stage have one"
+            raise IncompleteError(lacking[0].path, text, MIXED)
         for what, value, expected in (
             ("iteration", file.root.get("iteration"), first.root.get("iteration")),
             ("checkpoint_version", file.version, first.version),
