@@ -38,7 +38,7 @@ def normalized(info, rules, local, stored):
     return entry.shape, rows, [*ranks.notes, *cuts.notes]
 
 
-def test_parts_that_ds_to_universal_joined_rank_after_rank_get_in_order(tmp_path):
+def test_what_ds_to_universal_joined_rank_after_rank_gets_in_order(tmp_path):
     """Where no pattern matches gate and up; a file that it joined by parts states their number."""
     rules = tmp_path / "rules.yaml"
     rules.write_text('parameters:\n  "{i}.up.weight": gated\n')
@@ -48,6 +48,10 @@ def test_parts_that_ds_to_universal_joined_rank_after_rank_get_in_order(tmp_path
     assert "stored rank after rank" in note
     assert of_run.endswith("cut along dim 0 in 2 parts")
     assert normalized({}, rules, (4, 2), {"param_n_sub_params"}) == ((8, 2), {0: 0}, [])
+    rules.write_text('parameters:\n  "{i}.up.weight": row\n')
+    shape, _, (note,) = normalized({}, rules, (4, 2), {"param"})
+    assert shape == (4, 4)
+    assert "right only at a tensor-parallel size of 2" in note
 
 
 def test_what_ds_to_universal_joined_by_an_affine_map_is_whole():

@@ -14,7 +14,6 @@ from typing import Any
 
 from reshard.core.box import whole
 from reshard.core.manifest import Entry
-from reshard.errors import UnsupportedError
 from reshard.formats.deepspeed.cuts import Cuts
 from reshard.formats.deepspeed.states import ModelStates, Shapes
 from reshard.layouts.model_parallel.shards import gather, scale_shares
@@ -43,14 +42,13 @@ class SourceRanks:
         """Return the entry of the whole tensor.
 
         If the file holds a copy for each rank, the copies become replicas; if it holds the ranks'
-        shares of fused parameters one after the other, they get in order. If the ranks add the
-        tensor up, the file holds the share of one rank, and each rank gets that share.
+        pieces one after the other, they are joined as they were cut. If the ranks add the tensor
+        up, the file holds the share of one rank, and each rank gets that share.
 
         Args:
             stored: what the file states beside the tensor.
 
         Raises:
-            UnsupportedError: the tensor was joined along another dim than it was cut.
             UsageError: neither the checkpoint nor a table describes how it was cut.
         """
         local = next((group[entry.fqn] for group in self.shapes if entry.fqn in group), None)
@@ -65,21 +63,14 @@ class SourceRanks:
         is_joined = entry.shape == (local[0] * self.tensor, *local[1:])
         if not is_joined or (entry.shape == expected and not is_by_rank):
             return scale_shares(entry, split, self.tensor)
-        if split.dim:
-            raise UnsupportedError(
-                entry.chunks[0].file,
-                f"joins {entry.fqn!r} along dim 0, but the ranks shared it along dim {split.dim}:"
-                f" its shape is {entry.shape}, expected {expected}",
-                "read the run that it was converted from",
-            )
         self.notes.setdefault(
-            f"{entry.fqn!r} is stored rank after rank, because ds_to_universal joins along dim 0"
-            f" what no pattern matches. Its {len(split.parts)} parts are read in order; DeepSpeed"
-            f" itself does so only at a tensor-parallel size of {self.tensor}"
-            if is_by_rank
-            else f"{entry.fqn!r} is stored {self.tensor} times, because ds_to_universal --no_strict"
+            f"{entry.fqn!r} is stored {self.tensor} times, because ds_to_universal --no_strict"
             f" joins what no pattern matches: its shape is {entry.shape}. It is read once and the"
             " copies are compared; DeepSpeed itself does not load this directory into such a model"
+            if split.dim is None
+            else f"{entry.fqn!r} is stored rank after rank, because ds_to_universal joins along dim"
+            " 0 what no pattern matches. It is read as the ranks shared it; DeepSpeed itself loads"
+            f" it right only at a tensor-parallel size of {self.tensor}"
         )
         first = entry.chunks[0]
         nbytes = local[0] * first.byte_strides[0]
