@@ -66,7 +66,8 @@ def split(source, out, mesh, plan=None, **options):
 def test_rank_files_hold_what_pytorch_itself_put_there(trained, plan, mesh, tmp_path):
     """From its DCP, which knows no mesh: the same values, specs and meshes, to the last field."""
     source = trained[0] / mesh
-    split(source / "dcp", tmp_path / "out", mesh, plan, model=MODEL)
+    report = split(source / "dcp", tmp_path / "out", mesh, plan, model=MODEL)
+    assert any("must be on cpu (--device)" in note for note in report.notes)
     names = {f"{kind}_rank{rank}.pt" for kind in ("model", "optim") for rank in range(MESHES[mesh])}
     assert {path.name for path in (tmp_path / "out").iterdir()} == names
     for name in names:

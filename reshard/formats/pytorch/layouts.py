@@ -392,6 +392,8 @@ def _note_cuts(state: WritableState, request: Request) -> Iterator[str]:
             f"the ranks form a mesh of one axis, those of the source one of {len(axes)}: a program"
             f" with such a mesh needs --mesh{named}"
         )
+    if not state.manifest.origin.device:
+        yield f"the mesh of the new run must be on {request.device} (--device): the source names none"
 
 
 def _note_plain(state: WritableState, request: Request, keyword: str) -> Iterator[str]:
