@@ -393,7 +393,8 @@ def _note_cuts(state: WritableState, request: Request) -> Iterator[str]:
             f" with such a mesh needs --mesh{named}"
         )
     if not state.manifest.origin.device:
-        yield f"the mesh of the new run must be on {request.device} (--device): the source names none"
+        device = request.device
+        yield f"the mesh of the new run must be on {device} (--device): the source names none"
 
 
 def _note_plain(state: WritableState, request: Request, keyword: str) -> Iterator[str]:
