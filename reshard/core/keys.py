@@ -158,8 +158,7 @@ def edit(manifest: Manifest, edits: Edits) -> Edited:
     done = Edited(manifest)
     names: dict[str, str] = {}
     used: set[str] = set()
-    by_ddp = manifest.may_be_ddp and manifest.origin.facts.wraps_ddp
-    wrappers = WRAPPERS if by_ddp else WITHOUT_DDP
+    wrappers = WRAPPERS if manifest.may_be_ddp else WITHOUT_DDP
     without = strip_wrappers(_collect_names(manifest), wrappers) if edits.strip_wrappers else {}
 
     def new_name(fqn: str) -> str:

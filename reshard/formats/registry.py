@@ -230,4 +230,5 @@ def read(location: Location, name: str, hints: ReadHints) -> Manifest:
         UsageError: there is no such format.
         ReshardError: the checkpoint cannot be read; see `errors`.
     """
-    return get_format(name).read(location, hints)
+    manifest = get_format(name).read(location, hints)
+    return replace(manifest, may_be_ddp=manifest.may_be_ddp and manifest.origin.facts.wraps_ddp)
