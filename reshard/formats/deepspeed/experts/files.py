@@ -68,7 +68,7 @@ def open_experts(files: TagFiles, first: ModelStates) -> list[Expert]:
         raise IncompleteError(
             first.file.path,
             f"layer_{layer}_expert_{number}_mp_rank_{files.number:02d}_model_states.pt is missing;"
-            f" num_experts are {sum(counts)} in {len(counts)} layers",
+            f" num_experts states {sum(counts)} experts in {len(counts)} layers",
             FETCH_MISSING,
         )
     extra = sorted(e for e in files.experts if e[0] >= len(counts) or e[1] >= counts[e[0]])
