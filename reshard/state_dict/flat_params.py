@@ -348,5 +348,6 @@ def locate_pieces(pieces: Sequence[Chunk], numel: int) -> list[tuple[int, Chunk]
         at = number * size
         # Padding to equal pieces is at the end; whole trailing ranks can consist of it.
         box = Box((0,), (min(size, max(numel - at, 0)),))
-        located.append((at, replace(piece, box=box)))
+        strides = (piece.dtype.itemsize,)
+        located.append((at, replace(require_dense(piece), box=box, byte_strides=strides)))
     return located
