@@ -24,6 +24,7 @@ from reshard.core.chunks import Chunk, contiguous
 from reshard.core.dtypes import E4M3, FLOAT32, UINT8, DType
 from reshard.core.manifest import Entry
 from reshard.errors import ALTERED, CorruptError
+from reshard.layouts.partition import require_dense
 from reshard.quantised import BITSANDBYTES
 from reshard.system.derived import Derived, Reader
 
@@ -145,7 +146,6 @@ def describe(tensor: Any) -> Chunk | None:
         or numel % scales.numel
         or any(table.numel != 1 << bits for table in tables)
         or any(tensor.dtype != FLOAT32 for tensor in (scales, *tables))
-        or not all(tensor.chunk.is_dense for tensor in (codes, scales, *tables))
     ):
         raise CorruptError(
             codes.storage.file,
@@ -153,6 +153,8 @@ def describe(tensor: Any) -> Chunk | None:
             f" {scales.dtype} scales of {scales.shape}, which do not fit together",
             ALTERED,
         )
+    for part in (codes, scales, *tables):
+        require_dense(part.chunk)
     held = (codes.chunk, scales.chunk, None if is_float8 else table.chunk)
     return _name_values(Moment(numel, bits, numel // scales.numel, *held), whole(shape))
 
@@ -236,7 +238,6 @@ def _describe_blocks(codes: Chunk, scales: Chunk, table: Chunk, shape: Index) ->
         not sizes
         or table.box.volume != 1 << UINT8.itemsize * 8
         or any(part.dtype != FLOAT32 for part in (scales, table))
-        or not all(part.is_dense for part in (codes, scales, table))
     ):
         raise CorruptError(
             codes.file,
@@ -245,7 +246,7 @@ def _describe_blocks(codes: Chunk, scales: Chunk, table: Chunk, shape: Index) ->
             ALTERED,
         )
     first = codes.box.origin[0] * prod(shape[1:]) if shape else 0
-    held = (codes, scales, table)
+    held = (require_dense(codes), require_dense(scales), require_dense(table))
     return _name_values(Moment(codes.box.volume, 8, sizes[0], *held, first), codes.box)
 
 

@@ -136,7 +136,7 @@ def read_bytes(where: str, chunk: Chunk | None, pool: SourceFiles) -> bytes:
     Raises:
         UnsupportedError: it is not a vector of bytes.
     """
-    if chunk is None or chunk.dtype != UINT8 or len(chunk.box.shape) != 1:
+    if chunk is None or chunk.dtype != UINT8 or len(chunk.box.shape) != 1 or not chunk.is_dense:
         raise _build_unsupported_error(
             where, "a state of torch's generator that is not a byte vector"
         )

@@ -13,7 +13,7 @@ from reshard.containers.torch_objects import StoredBuffer, Tensor
 from reshard.core import dtypes
 from reshard.core.box import Box, row_major
 from reshard.core.manifest import Entry
-from reshard.errors import CorruptError
+from reshard.errors import CorruptError, UnsupportedError
 from reshard.quantised import moments
 from reshard.quantised.decode import decode_table
 from reshard.system.files import SourceFiles
@@ -73,6 +73,14 @@ def test_parts_that_do_not_fit_together_are_refused(part, make):
     call, _ = make("OptimState8bit")
     call.state[part] = replace(call.state[part], shape=(call.state[part].numel - 1,))
     with pytest.raises(CorruptError, match="do not fit together"):
+        moments.describe(call)
+
+
+@pytest.mark.parametrize("part", ["codes", "scale", "qmap"])
+def test_parts_with_gaps_between_their_elements_are_refused(part, make):
+    call, _ = make("OptimState4bit")
+    call.state[part] = replace(call.state[part], strides=(2,))
+    with pytest.raises(UnsupportedError, match="gaps between its elements"):
         moments.describe(call)
 
 

@@ -70,6 +70,7 @@ class Strange:
     [
         ({"cpu": None}, UnsupportedError, "not a byte vector"),
         ({"cpu": torch.ones(4)}, UnsupportedError, "not a byte vector"),
+        ({"cpu": torch.ones(8, dtype=torch.uint8)[::2]}, UnsupportedError, "not a byte vector"),
         ({"cpu": torch.zeros(1 << 21, dtype=torch.uint8)}, UnsupportedError, "2097152 bytes"),
         ({"python": (2, (1,), None)}, UnsupportedError, "Python's generator"),
         ({"python": (3, (1, 2, 3), None)}, UnsupportedError, "Python's generator"),
