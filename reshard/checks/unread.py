@@ -13,6 +13,7 @@ from reshard.checks.train import StateDifference
 from reshard.containers import torch_reader
 from reshard.containers.json_files import read_json
 from reshard.containers.torch_detect import SUFFIXES, is_torch_file
+from reshard.containers.torch_objects import Tensor
 from reshard.core.location import Location
 from reshard.core.manifest import Entry, Manifest
 from reshard.errors import ReshardError
@@ -26,6 +27,7 @@ from reshard.system.paths import as_path
 from reshard.training.copied_files import TENSOR
 
 _BLOCK = 1 << 22
+_DEPTH = 32
 _STATE = (*SUFFIXES, ".distcp", ".safetensors", ".npy", ".npz")  # files that can hold a state
 # Files from which no framework resumes: copies of the weights beside a training state, files that
 # an engine writes twice, and those of other ranks, which `verify` names as stale.
@@ -118,11 +120,18 @@ def _read(path: str) -> Any:
             return read_json(as_path(path))
         if is_torch_file(as_path(path)):
             file = torch_reader.read(as_path(path))
-            sums = [
-                (record.nbytes, record.crc32 or _hash(path, record.byte_offset, record.nbytes))
-                for record in file.records.values()
+            sums = {
+                key: (record.nbytes, record.crc32 or _hash(path, record.byte_offset, record.nbytes))
+                for key, record in file.records.items()
+            }
+            places = [  # two tensors can be other parts of one buffer, which torch writes whole
+                (*sums[tensor.storage.key], tensor.offset, tensor.chunk.is_dense or tensor.strides)
+                for _, node in tree.walk((file.root,), _DEPTH)
+                for _, tensor in tree.list_items(node)
+                if isinstance(tensor, Tensor) and tensor.storage.key in sums
             ]
-            return {"values": to_plain(tree.convert_file(file)), "checksums of tensors": sums}
+            values = to_plain(tree.convert_file(file))
+            return {"values": values, "checksums of tensors": [*sums.values(), *places]}
     return f"{get_size(path)} bytes, SHA-256 {_hash(path, 0, get_size(path))}"
 
 

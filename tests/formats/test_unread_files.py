@@ -168,6 +168,15 @@ def test_a_diff_compares_the_tensors_of_a_file_without_checksums(tmp_path, chang
     assert reshard.diff(*paths).same == (state["tail"].sum() == 0)
 
 
+@pytest.mark.parametrize("other", [lambda table: table[1], lambda table: table[:, 0]])
+def test_a_diff_distinguishes_parts_of_one_buffer(tmp_path, other):
+    paths = [save_olmo(tmp_path / name) for name in ("one", "two")]
+    table = torch.arange(9.0).view(3, 3)
+    for path, part in zip(paths, (table[0], other(table)), strict=True):
+        torch.save({"average": part}, path / "train/rank0.pt")
+    assert [value.name for value in reshard.diff(*paths).train] == ["train/rank0.pt"]
+
+
 def test_a_diff_compares_the_bytes_of_files_that_cannot_be_read(tmp_path):
     paths = [save_olmo(tmp_path / name) for name in ("one", "two")]
     for path in paths:
