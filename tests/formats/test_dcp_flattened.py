@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import pairwise
 
 import numpy as np
@@ -10,7 +11,7 @@ import pytest
 from reshard.core.box import Box
 from reshard.core.chunks import Chunk
 from reshard.core.dtypes import FLOAT32
-from reshard.errors import CorruptError
+from reshard.errors import CorruptError, UnsupportedError
 from reshard.formats.dcp.flattened import restore
 from reshard.state_dict.global_tensor import GlobalTensor
 
@@ -38,3 +39,10 @@ def test_a_shape_that_has_no_such_parts(shape):
 def test_a_range_that_leaves_its_part():
     with pytest.raises(CorruptError, match="places a range of 'k' at"):
         restore("m", "k", stored(cuts=(0, 4, 7)), SHAPE)
+
+
+def test_a_range_with_gaps_between_its_elements():
+    first, *others = stored(cuts=(0, 6)).chunks
+    chunks = (replace(first, byte_strides=(4, 4, 8)), *others)
+    with pytest.raises(UnsupportedError, match="gaps between its elements"):
+        restore("m", "k", GlobalTensor(FLOAT32, (*PARTS, 6), chunks), SHAPE)
