@@ -32,6 +32,7 @@ _OWN_KEYS = ("match", "fqns", "frozen")
 _SHOWN = 4
 _FREEZE = '{"match": ..., "frozen": true}'
 THAW = '{"match": ..., "frozen": false}'
+_LIKE_RUN = "create the live model like the run's, with its tie_word_embeddings"
 _FOLLOW_SOURCE = (
     "give the live optimizer the param groups of the source (DeepSpeed makes one group if its"
     " configuration names the optimizer: leave optimizer and scheduler out of it)"
@@ -310,7 +311,8 @@ def _assign(
             )
         for fqn, numbers in owners.items():
             if rule.takes(fqn, tied) and (rule.frozen is False or fqn not in new):
-                numbers.append(number)
+                # A live model may have untied two names of one weight.
+                numbers.extend([number] * (rule.fqns.count(fqn) if given.live else 1))
     rest = next((number for number, rule in enumerate(given.rules) if rule.is_rest), None)
     for numbers in owners.values():
         if not numbers and rest is not None:
@@ -342,8 +344,8 @@ def _refuse_unassigned(
         raise UsageError(
             given.where,
             f"has no group for {_list_some(none)}",
-            "create the live model like the run's, with its tie_word_embeddings; if the new run"
-            f" freezes them, pass {_FREEZE} to reshard split --param-groups FILE"
+            f"{_LIKE_RUN}; if the new run freezes them, pass {_FREEZE} to reshard split"
+            " --param-groups FILE"
             if given.live
             else f"add a group without match for the rest, or {_FREEZE} if they are frozen now",
         )
@@ -354,7 +356,8 @@ def _refuse_unassigned(
         also = f", the weight that {_list_some(aliases)} is tied to" if aliases else ""
         raise UsageError(
             given.where,
-            f"assigns several groups (e.g. {numbers}) to {_list_some(list(twice))}{also}",
+            f"has several places (in groups {numbers}) for {_list_some(list(twice))}{also}",
+            _LIKE_RUN if given.live else "",
         )
 
 

@@ -246,7 +246,7 @@ def test_malformed_groups_are_refused(made, tmp_path, groups_file):
     source = made / "z2_groups_decay/run"
     for said, *groups in (
         ("no group for", {"match": "norm"}),
-        ("several groups", {"match": "norm"}, {"match": "weight|extras"}),
+        ("several places", {"match": "norm"}, {"match": "weight|extras"}),
         ("matches no parameter", {"match": "absent"}, {}),
         ("which the source does not train", {"fqns": ["extras.frozen"]}, {}),
         ("does not state weight_decay", {"lr": 1e-3}),

@@ -56,6 +56,9 @@ def test_other_parameters_without_a_group_are_refused():
     with pytest.raises(UsageError, match="has no group for 'b'") as refused:
         follow(state, "a")
     assert "tie_word_embeddings" in refused.value.remedy
+    state = replace(state, manifest=replace(state.manifest, tied={"head": "b"}))
+    with pytest.raises(UsageError, match=r"several places .* for 'b', .* 'head' is tied to"):
+        follow(state, "a", "b", "head")
 
 
 def test_a_live_group_that_joins_different_groups_is_refused_with_what_the_run_can_do():
