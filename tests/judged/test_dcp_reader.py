@@ -27,7 +27,11 @@ WRONG = {
     "more": ("IncompleteError", "'optim.state.extra.exp_avg'", "trains more parameters now"),
     "shape": ("ValueError", "Size mismatch", "model.model.norm.weight"),
     "ema": ("IncompleteError", "does not have 'ema.", "weights and optimizer state alone"),
-    "groups": ("UsageError", "has 1 parameter groups, but the target has 2", "flatten_optimizer"),
+    "groups": (
+        "UsageError",
+        "has 1 parameter groups, but the target has 2",
+        "of its first parameter",
+    ),
     "prefix": ("UsageError", "is in ", 'StorageReader(..., model="net")'),
     "optimizer prefix": ("UsageError", "is in ", 'StorageReader(..., optimizer="adam")'),
     "two prefixes": ("UsageError", "'model' and 'teacher.model'", 'StorageReader(..., model="'),

@@ -123,7 +123,8 @@ class StorageReader(storage.StorageReader):
                 self._state.path,
                 f"has {available} parameter groups, but the target has {len(requested)}",
                 "create the optimizer with the same groups, or take its state dict with"
-                " StateDictOptions(flatten_optimizer_state_dict=True)",
+                " StateDictOptions(flatten_optimizer_state_dict=True), with which torch gives each"
+                " group the hyperparameters of its first parameter",
             )
         return plan
 
