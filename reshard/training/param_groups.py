@@ -186,7 +186,7 @@ def regroup(state: WritableState, given: GroupRules) -> StateAndNotes:
         trained = _follow_empty(state, trained, given)
     taken = _assign(given, trained, new.keys(), state.manifest.tied)
     position = state.positions
-    groups, origins = [], []
+    groups, origins, mixed = [], [], list[str]()
     for number, rule in enumerate(given.rules):
         members = sorted(taken[number], key=lambda fqn: position[fqn])
         if given.live:
@@ -196,13 +196,16 @@ def regroup(state: WritableState, given: GroupRules) -> StateAndNotes:
         sources = sorted({n for fqn in members if (n := trained[fqn].source) is not None})
         sources = sources or list(range(len(state.groups)))
         decided = _fill_from_live(given, number, state, sources)
+        if given.live and decided.hyper and len(sources) > 1:
+            own = ", ".join(sorted(decided.hyper))
+            mixed.append(f"group {number} keeps its own {own}: the source has several values")
         hyper = _merge_hyper(given, number, decided, state, sources)
         if not any(group.hyper for group in state.groups):
             _refuse_incomplete_adam(given, number, hyper, [trained[fqn].member for fqn in members])
         groups.append(TrainedGroup(hyper, tuple(trained[fqn].member for fqn in members)))
         origins.append(sources)
     notes = [f"param groups of {' + '.join(str(len(g.members)) for g in groups)} parameters"]
-    notes = notes if given is not ONE else []
+    notes = notes + mixed if given is not ONE else []
     frozen = {f for number, r in enumerate(given.rules) if r.frozen for f in taken[number]}
     if new:
         notes.append(f"trained from now on, without optimizer state yet: {_list_some(sorted(new))}")

@@ -71,6 +71,9 @@ def test_a_live_group_that_joins_different_groups_is_refused_with_what_the_run_c
     with pytest.raises(UsageError, match="does not state weight_decay") as refused:
         follow_live(state, (ParamGroup({}, ("a", "b")),))
     assert "leave optimizer and scheduler out" in refused.value.remedy
+    joined, notes = follow_live(state, (ParamGroup({"lr": 0.5, "weight_decay": 0.3}, ("a", "b")),))
+    assert joined.groups[0].hyper == {**ADAM, "weight_decay": 0.3}
+    assert notes[1:] == ["group 0 keeps its own weight_decay: the source has several values"]
 
 
 def test_a_live_group_of_parameters_without_elements_has_a_value_in_the_scheduler():
