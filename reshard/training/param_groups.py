@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -59,10 +60,13 @@ class GroupRule:
         """Whether it takes the parameters that no other rule takes."""
         return not self.match and not self.fqns
 
-    def takes(self, fqn: str, tied: Mapping[str, str]) -> bool:
-        """Return whether it lists a parameter, by any of its names, or an expression matches it."""
-        listed = fqn in (tied.get(name, name) for name in self.fqns)
-        return listed or any(pattern.search(fqn) for pattern in self.match)
+    def count_places(self, tied: Mapping[str, str]) -> Counter[str]:
+        """Return how often the rule lists each parameter, by any of its names."""
+        return Counter(tied.get(name, name) for name in self.fqns)
+
+    def matches(self, fqn: str) -> bool:
+        """Return whether one of the expressions matches a parameter."""
+        return any(pattern.search(fqn) for pattern in self.match)
 
 
 @dataclass(frozen=True, slots=True)
@@ -269,12 +273,13 @@ def _collect_members(state: WritableState) -> dict[str, _GroupMember]:
 def _collect_new_members(state: WritableState, given: GroupRules) -> dict[str, _GroupMember]:
     trained = {member.fqn for member in state.members}
     rules = [rule for rule in given.rules if rule.frozen is False]
+    listed = {fqn for rule in rules for fqn in rule.count_places(state.manifest.tied)}
     return {
         weight.fqn: _GroupMember(TrainedParameter(weight, {}, 0.0), None)
         for weight in state.weights
         if weight.is_float
         and weight.fqn not in trained
-        and any(rule.takes(weight.fqn, state.manifest.tied) for rule in rules)
+        and (weight.fqn in listed or any(rule.matches(weight.fqn) for rule in rules))
     }
 
 
@@ -305,6 +310,7 @@ def _assign(
     """Return the names that each rule takes; those of ``new`` only with ``"frozen": false``."""
     owners: dict[str, list[int]] = {fqn: [] for fqn in trained}
     for number, rule in enumerate(given.rules):
+        places = rule.count_places(tied)
         unknown = [fqn for fqn in rule.fqns if tied.get(fqn, fqn) not in trained]
         if unknown:
             raise UsageError(
@@ -313,9 +319,10 @@ def _assign(
                 f"if the new run trains them, pass {THAW} to reshard split --param-groups FILE",
             )
         for fqn, numbers in owners.items():
-            if rule.takes(fqn, tied) and (rule.frozen is False or fqn not in new):
+            takes = places[fqn] or rule.matches(fqn)
+            if takes and (rule.frozen is False or fqn not in new):
                 # A live model may have untied two names of one weight.
-                numbers.extend([number] * (rule.fqns.count(fqn) if given.live else 1))
+                numbers.extend([number] * (places[fqn] if given.live else 1))
     rest = next((number for number, rule in enumerate(given.rules) if rule.is_rest), None)
     for numbers in owners.values():
         if not numbers and rest is not None:
