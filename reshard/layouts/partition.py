@@ -10,18 +10,24 @@ from typing import NamedTuple
 
 from reshard.core.box import Box, Index, flat_span, row_major, run_boxes
 from reshard.core.chunks import Chunk
-from reshard.core.dtypes import DType
 from reshard.errors import UnsupportedError
 
 
-def run_chunks(
-    file: str, byte_offset: int, dtype: DType, shape: Index, start: int, stop: int
-) -> Iterator[Chunk]:
-    """Yield the chunks of the run ``[start, stop)``, stored contiguously from ``byte_offset``."""
+def run_chunks(piece: Chunk, offset: int, shape: Index, start: int, stop: int) -> Iterator[Chunk]:
+    """Yield the chunks of the run ``[start, stop)`` of a tensor that a flat tensor contains.
+
+    Args:
+        piece: the part of the flat tensor that one file stores.
+        offset: the element of ``piece`` at which the run begins.
+
+    Raises:
+        UnsupportedError: the file stores the elements of ``piece`` with gaps.
+    """
+    file, dtype = require_dense(piece).file, piece.dtype
     strides = row_major(shape, dtype.itemsize)
     for box in run_boxes(shape, start, stop):
-        skipped = flat_span(box, shape)[0] - start
-        yield Chunk(box, file, byte_offset + skipped * dtype.itemsize, strides, dtype)
+        at = offset + flat_span(box, shape)[0] - start
+        yield Chunk(box, file, piece.byte_offset + at * dtype.itemsize, strides, dtype)
 
 
 def compute_equal_piece(numel: int, ranks: int, rank: int) -> tuple[int, int]:
@@ -77,20 +83,13 @@ def build_flat_chunks(
     chunks: dict[str, list[Chunk]] = {member.fqn: [] for member in members}
     reaches = list(accumulate((member.stop for member in members), max))
     for low, piece in pieces:
-        high = low + require_dense(piece).box.volume
+        high = low + piece.box.volume
         for member in members[bisect_right(reaches, low) :]:
             if member.start >= high:
                 break
             start, stop = max(member.start, low), min(member.stop, high)
-            offset = piece.byte_offset + (start - low) * piece.dtype.itemsize
-            chunks[member.fqn] += run_chunks(
-                piece.file,
-                offset,
-                piece.dtype,
-                member.shape,
-                start - member.start,
-                stop - member.start,
-            )
+            first, last = start - member.start, stop - member.start
+            chunks[member.fqn] += run_chunks(piece, start - low, member.shape, first, last)
     return chunks
 
 

@@ -224,8 +224,7 @@ def join_slices(where: str, fqn: str, shape: Index, pieces: Sequence[Chunk]) -> 
         )
     for piece in pieces:
         stop = at + piece.box.volume
-        offset = require_dense(piece).byte_offset
-        chunks += run_chunks(piece.file, offset, piece.dtype, shape, at, stop)
+        chunks += run_chunks(piece, 0, shape, at, stop)
         at = stop
     return GlobalTensor(pieces[0].dtype, shape, tuple(chunks))
 

@@ -133,7 +133,8 @@ def test_gaps_are_what_no_tensor_covers(tmp_path):
 
     def entry(fqn, start, stop):
         shape = (stop - start,)
-        chunks = run_chunks(str(path), 4 + 4 * start, dtypes.FLOAT32, shape, 0, stop - start)
+        piece = contiguous(str(path), 4, dtypes.FLOAT32, whole(flat.shape))
+        chunks = run_chunks(piece, start, shape, 0, stop - start)
         return Entry(fqn, "master", dtypes.FLOAT32, shape, tuple(chunks))
 
     found = find_gaps([entry("b", 8, 14), entry("a", 2, 5)], {str(path): file})

@@ -140,7 +140,7 @@ def test_random_flat_partitions_are_accepted_and_any_dropped_piece_is_refused():
         chunks = [
             chunk
             for i, (a, b) in enumerate(pairwise(edges))
-            for chunk in run_chunks(f"rank{i}", 0, F32, shape, a, b)
+            for chunk in run_chunks(contiguous(f"rank{i}", 0, F32, whole((b - a,))), 0, shape, a, b)
         ]
         chance.shuffle(chunks)
         assert check(manifest(shape, chunks)) is None

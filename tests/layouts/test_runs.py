@@ -88,9 +88,9 @@ def test_runs_are_the_chunks_of_equal_pieces(shape, ranks):
     boxes = [
         (chunk.box, chunk.file, chunk.byte_offset)
         for rank, file in enumerate(held.offsets.files)
-        for chunk in run_chunks(
-            file, 4 * rank + 8, held.dtype, shape, *compute_equal_piece(prod(shape), ranks, rank)
-        )
+        for start, stop in [compute_equal_piece(prod(shape), ranks, rank)]
+        for piece in [contiguous(file, 4 * rank + 8, held.dtype, whole((stop - start,)))]
+        for chunk in run_chunks(piece, 0, shape, start, stop)
     ]
     assert [(chunk.box, chunk.file, chunk.byte_offset) for chunk in held] == boxes
     assert len(held) == len(boxes)

@@ -5,8 +5,8 @@ from __future__ import annotations
 from itertools import accumulate
 
 from reshard.core import dtypes
-from reshard.core.box import Box, row_major
-from reshard.core.chunks import Chunk
+from reshard.core.box import Box, row_major, whole
+from reshard.core.chunks import Chunk, contiguous
 from reshard.core.manifest import (
     Entry,
     Manifest,
@@ -69,10 +69,8 @@ def flat(shapes, ranks):
             for rank in range(low // part, -(-high // part)):
                 start, stop = max(low, rank * part), min(high, (rank + 1) * part)
                 offset = HEADER + (slot * part + start - rank * part) * 4
-                found = run_chunks(
-                    names[rank], offset, dtypes.FLOAT32, shape, start - low, stop - low
-                )
-                chunks += found
+                piece = contiguous(names[rank], offset, dtypes.FLOAT32, whole((stop - start,)))
+                chunks += run_chunks(piece, 0, shape, start - low, stop - low)
             entries.append(Entry(fqn, kind, dtypes.FLOAT32, shape, tuple(chunks)))
     return _manifest(entries, dict.fromkeys(names, size))
 
@@ -85,7 +83,8 @@ def _sharded(shapes, names, cut):
             chunks = []
             for rank, name in enumerate(names):
                 start, stop = cut(shape, rank)
-                chunks += run_chunks(name, ends[name], dtypes.FLOAT32, shape, start, stop)
+                piece = contiguous(name, ends[name], dtypes.FLOAT32, whole((stop - start,)))
+                chunks += run_chunks(piece, 0, shape, start, stop)
                 ends[name] += (stop - start) * 4
             entries.append(Entry(fqn, kind, dtypes.FLOAT32, shape, tuple(chunks)))
     return _manifest(entries, {name: end + TRAILER for name, end in ends.items()})

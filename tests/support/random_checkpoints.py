@@ -69,7 +69,8 @@ class Scene:
     def _run(self, fqn, dtype, start, stop):
         values = self.values[fqn].reshape(-1)[start:stop]
         file, at = self.append(values.tobytes())
-        return list(run_chunks(file, at, dtype, self.values[fqn].shape, start, stop))
+        piece = contiguous(file, at, dtype, whole((stop - start,)))
+        return list(run_chunks(piece, 0, self.values[fqn].shape, start, stop))
 
     def _boxes(self, shape, layout):
         dims = {"rows": 1, "columns": len(shape), "grid": 2, "replicas": 1}.get(layout, 0)

@@ -19,7 +19,7 @@ from math import prod
 from reshard.core.box import Box, Index
 from reshard.core.chunks import Chunk
 from reshard.errors import CorruptError
-from reshard.layouts.partition import require_dense, run_chunks
+from reshard.layouts.partition import run_chunks
 from reshard.state_dict.global_tensor import GlobalTensor
 
 
@@ -52,11 +52,11 @@ def _iterate_boxes(where: object, key: str, chunk: Chunk, part: Index) -> Iterat
         raise CorruptError(
             where, f"places a range of {key!r} at {chunk.box}, which is outside its part"
         )
-    row = Box((start,), (length,))
-    require_dense(replace(chunk, box=row, byte_strides=chunk.byte_strides[-1:]))
+    row = replace(chunk, box=Box((start,), (length,)), byte_strides=chunk.byte_strides[-1:])
     for steps in product(*map(range, counts)):
         at = [(n + m) * extent for n, m, extent in zip(numbers, steps, part, strict=True)]
         strides = chunk.byte_strides[: len(steps)]
         offset = chunk.byte_offset + sum(n * by for n, by in zip(steps, strides, strict=True))
-        for box in run_chunks(chunk.file, offset, chunk.dtype, part, start, start + length):
+        stored = replace(row, byte_offset=offset)
+        for box in run_chunks(stored, 0, part, start, start + length):
             yield replace(box, box=box.box.shift(at))

@@ -18,7 +18,7 @@ from reshard.containers.torch_objects import Tensor
 from reshard.core.box import Index
 from reshard.core.chunks import Chunk
 from reshard.core.manifest import Entry
-from reshard.layouts.partition import require_dense, run_chunks
+from reshard.layouts.partition import run_chunks
 
 ALIGNMENT = 2  # nccl_start_alignment_factor
 MAPPINGS = "param_slice_mappings"
@@ -136,11 +136,9 @@ class FlatGroup:
         for piece, own in zip(pieces, runs, strict=True):
             if piece is None:
                 continue
-            stored = require_dense(piece.chunk)
+            stored = piece.chunk
             for fqn, start, stop, offset in own:
-                at = stored.byte_offset + offset * piece.dtype.itemsize
-                shape = self.shapes[fqn]
-                chunks[fqn] += run_chunks(stored.file, at, piece.dtype, shape, start, stop)
+                chunks[fqn] += run_chunks(stored, offset, self.shapes[fqn], start, stop)
         dtype = next(piece.dtype for piece in pieces if piece)
         for fqn, shape in self.shapes.items():
             yield Entry(fqn, kind, dtype, shape, tuple(chunks[fqn]))
