@@ -50,13 +50,13 @@ def find(location: Location, manifest: Manifest) -> dict[str, str]:
         *train.kept_files.values(),
         *train.hook_files.values(),
     }
+    parents = {as_path(path).parent for path in used}
     found: dict[str, str] = {}
     for level, below in _list_levels(location, manifest):
-        roots = {*level.directories, *(as_path(path).parent for path in used)}
-        known = {folder.resolve() for folder in roots}
+        known = {folder.resolve() for folder in {*level.directories, *parents}}
         for name, path in level.files.items():
-            is_used = str(path) in used or _leads_back(path, known)
-            if not is_used and not _is_known(name, manifest):
+            is_known = str(path) in used or _is_known(name, manifest)
+            if not is_known and not _leads_back(path, known):
                 found.setdefault(name, str(path))
         for name, folder in level.folders.items():
             if name != below and not _is_passed_over(name):
