@@ -81,7 +81,7 @@ def load_checkpoint(  # noqa: PLR0913 - the arguments of DeepSpeed's method
         ReshardError: on every rank; the engine is unchanged if no rank had begun to load.
     """
     config = engine._config._param_dict  # noqa: SLF001 - no public name
-    refuse_config(config)
+    refuse_setup(config)
     _refuse_swaps(engine)
     # At stage 3 the weights are in the optimizer's files alone.
     leaves_optimizer = engine.zero_optimization_partition_weights() and (
@@ -90,9 +90,8 @@ def load_checkpoint(  # noqa: PLR0913 - the arguments of DeepSpeed's method
     # The files of stage 3 need an optimizer, which a source of weights alone does not have.
     if leaves_optimizer and load_module_only:
         options = {"init_optimizer": "zeros", **options}
-    choice = _choose_options(
-        engine, options, tag=tag, weights_only=load_module_only and not leaves_optimizer
-    )
+    weights_only = load_module_only and not leaves_optimizer
+    choice = _choose_options(engine, options, tag=tag, weights_only=weights_only)
     target = replace(
         describe_program(engine.module, _list_groups(engine)),
         config=config,
@@ -138,7 +137,8 @@ def load_checkpoint(  # noqa: PLR0913 - the arguments of DeepSpeed's method
 
 def _offloads_optimizer_to_nvme(engine: Any) -> bool:
     # DeepSpeed before 0.16.9 has no such method; `_refuse_swaps` refuses its optimizers in files.
-    return bool(getattr(engine, "zero_nvme_offload_optimizer", bool)())
+    method = getattr(engine, "zero_nvme_offload_optimizer", None)
+    return method is not None and bool(method())
 
 
 def _find_batch(engine: Any) -> LiveBatch:
@@ -155,7 +155,7 @@ def _discard_second_partitions(engine: Any) -> None:
             parameter.ds_secondary_tensor = None
 
 
-def refuse_config(config: Mapping[str, Any]) -> None:
+def refuse_setup(config: Mapping[str, Any]) -> None:
     """Refuse an old DeepSpeed, and a configuration with which it expects files that `split` lacks.
 
     Raises:

@@ -19,7 +19,7 @@ from typing import Any
 
 from reshard import formats
 from reshard.accelerate import choose_state_dict_type, find_fsdp_version
-from reshard.deepspeed import refuse_config
+from reshard.deepspeed import refuse_setup
 from reshard.errors import UnsupportedError
 from reshard.live.comparison import Loaded, compare_files
 from reshard.live.files import describe_program
@@ -167,7 +167,7 @@ def _describe_strategy(trainer: Any) -> tuple[dict[str, Any], dict[str, Any] | N
     state = trainer.accelerator.state
     if trainer.is_deepspeed_enabled:
         plugin = state.deepspeed_plugin
-        refuse_config(plugin.deepspeed_config)
+        refuse_setup(plugin.deepspeed_config)
         precision = "bf16" if trainer.args.bf16 else "fp16" if trainer.args.fp16 else "fp32"
         decided |= {"zero_stage": plugin.zero_stage, "dtype": precision}
         return decided, plugin.deepspeed_config

@@ -100,9 +100,9 @@ class Location:
     @cached_property
     def name(self) -> str:
         """The directory's own name; of a link such as ``latest``, that of its target."""
-        names = (self.own_name, self.directories[0].resolve().name)
-        is_numbered = [re.search(r"\d", name) is not None for name in names]
-        return names[is_numbered == [False, True]]
+        target = self.directories[0].resolve().name
+        is_pointer = re.search(r"\d", target) and not re.search(r"\d", self.own_name)
+        return target if is_pointer else self.own_name
 
     @property
     def own_name(self) -> str:

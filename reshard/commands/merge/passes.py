@@ -202,8 +202,8 @@ def rename(merge: Merge) -> Merge:
         merge.notes.warnings += naming.explain_source_names(merge.manifest, own, wanted, model)
         wanted = naming.prefer_source(wanted)
     # Slots of another shape than their weight (Adafactor's) could not be converted.
-    bare = merge.manifest.with_entries(merge.manifest.of_kind(*WEIGHT_KINDS))
-    chosen = naming.choose_names(bare, own, wanted, model)
+    kept = merge.manifest.with_entries(merge.manifest.of_kind(*WEIGHT_KINDS))
+    chosen = naming.choose_names(kept, own, wanted, model)
     if chosen.config is not None:
         companions = replace(companions, config=dict(chosen.config))
     return replace(apply_names(merge, chosen), companions=companions)

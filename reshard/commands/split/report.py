@@ -89,10 +89,10 @@ def describe_split(split: SplitConversion, plan: Plan) -> SplitReport:
     no_slots = (*WEIGHT_KINDS, copied_files.KIND, copied_files.ITEM, copied_files.TENSOR)
     own_kinds = {entry.kind for entry in writer.list_own_entries(request)}  # not an optimizer's
     out = {e.key for e in skeleton.entries if e.kind not in {*no_slots, *own_kinds}}
+    before = {e.key for e in manifest.entries.values() if e.kind not in WEIGHT_KINDS}
     if any(entry.kind == copied_files.ITEM for entry in skeleton.entries):
         # Codes are copied as items under the keys of the source; other slots are entries.
         out |= {e.key for e in manifest.entries.values() if moments.is_decoded(e)}
-    before = {e.key for e in manifest.entries.values() if e.kind not in WEIGHT_KINDS}
     report = SplitReport(
         **describe_common(manifest, skeleton, plan, notes.warnings),
         target=" ".join(filter(None, (writer.name, writer.describe(request)))),

@@ -151,13 +151,15 @@ def _with_shapes(first: ModelStates, ranks: Sequence[OptimizerStates]) -> ModelS
 def _require_optimizer(files: RankFiles, first: ModelStates, world_size: int) -> None:
     """Check that there are optimizer states: DeepSpeed writes ``param_shapes`` with ZeRO only."""
     if first.shapes and not files.optim and not _is_weights_only(first):
-        is_whole = first.model_ranks == 1 and not first.root.get("num_experts")
+        advice = "copy them here"
+        if first.model_ranks == 1 and not first.root.get("num_experts"):
+            advice += "; or merge the 16-bit weights of stages 1 and 2 with --from torch"
+            advice += f" {first.file.path}"
         raise IncompleteError(
             files.location,
             f"is a ZeRO checkpoint of {world_size} ranks, but contains no *_optim_states.pt files,"
             " which store the fp32 weights",
-            "copy them here" + "; or merge the 16-bit weights of stages 1 and 2 with --from torch"
-            f" {first.file.path}" * is_whole,
+            advice,
         )
 
 

@@ -97,7 +97,7 @@ def choose_world_size(
             f"{ranks} ranks",
             f"are not a multiple of {sizes.model}, the number of ranks of one copy of the model"
             f" ({sizes})",
-            f"pass {_advise_one(sizes, ranks, kept or {})}--world-size"
+            f"pass {_advise_size_of_one(sizes, ranks, kept or {})}--world-size"
             f" {-(-ranks // sizes.model) * sizes.model}",
         )
     holders, rest = divmod(ranks, sizes.pipeline * (sizes.expert_tensor or sizes.tensor))
@@ -117,7 +117,7 @@ def choose_world_size(
     return ranks
 
 
-def _advise_one(sizes: Sizes, ranks: int, kept: Mapping[str, int]) -> str:
+def _advise_size_of_one(sizes: Sizes, ranks: int, kept: Mapping[str, int]) -> str:
     for flags in [*combinations(kept, 1), tuple(kept)]:
         if ranks % (sizes.model // prod(kept[flag] for flag in flags)) == 0:
             return f"{' '.join(f'{flag} 1' for flag in flags)} as well, or "
