@@ -78,7 +78,7 @@ def select(manifest: Manifest, dtype: str | None, keep_fp32: Sequence[str] = ())
     refuse_empty(manifest, result.tensors)
     codes = [entry.fqn for entry, dtype in result.tensors if dtype.family in ("float8", "float4")]
     if target is not None and codes:
-        result.notes.append(f"keep their dtype, as no scales are known: {abridge(codes)}")
+        result.notes.append(f"weights keep their dtype, as no scales are known: {abridge(codes)}")
     return result
 
 

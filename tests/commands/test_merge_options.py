@@ -665,7 +665,7 @@ def test_codes_without_scales_keep_their_dtype_with_a_note(tmp_path):
     codes = {"a": torch.randn(8, 4).to(torch.float8_e4m3fn), "b": torch.ones(2)}
     save_file(codes, tmp_path / "codes.safetensors")
     report = reshard.merge(tmp_path / "codes.safetensors", tmp_path / "o.safetensors", dtype="bf16")
-    assert report.warnings == ["keep their dtype, as no scales are known: a"]
+    assert report.warnings == ["weights keep their dtype, as no scales are known: a"]
     kept = reshard.merge(tmp_path / "codes.safetensors", tmp_path / "p.safetensors")
     assert not kept.warnings
 

@@ -120,7 +120,7 @@ def make_groups(state: WritableState, experts: frozenset[str], adam: Adam | None
                 equal = ", ".join(f"{key} {value}" for key, value in keys if value is not None)
                 raise UnsupportedError(
                     state.manifest.origin.path,
-                    f"has two param groups that Megatron would join (equal are {equal}), with"
+                    f"has two param groups that Megatron would join, as both have {equal}, with"
                     f" different {_name_differences(known[0], completed)}",
                     "pass equal groups with --param-groups FILE, or write the weights with"
                     " --weights-only",
